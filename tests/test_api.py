@@ -94,7 +94,8 @@ def test_recipes_are_found_by_name_and_packaged() -> None:
     for path in (ROOT / "configs").rglob("*.yaml"):
         assert load_config(find_recipe(path.relative_to(ROOT / "configs").with_suffix("")))
     with pytest.raises(
-        FileNotFoundError, match=r"cifar10/gpu does not exist; packaged recipes: .*cifar10/cpu"
+        FileNotFoundError,
+        match=r"cifar10/gpu is no configuration .*packaged recipes: .*cifar10/cpu",
     ):
         find_recipe("cifar10/gpu")
     wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"][

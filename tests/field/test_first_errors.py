@@ -24,8 +24,8 @@ COMMANDS = [
         "arbeit.pdf is a document; save its pictures as image files",
     ),
     (["train", "liste.xlsx"], "liste.xlsx is a spreadsheet; save the table as CSV"),
-    (["train", "bilder.h5"], "bilder.h5 is neither a configuration (.yaml) nor a table of images"),
-    (["train", "zebra.jpg"], "name the folder of the images"),
+    (["train", "bilder.h5"], "bilder.h5 is no configuration (.yaml), table or folder of images"),
+    (["train", "zebra.jpg"], "zebra.jpg is no configuration (.yaml), table or folder of images"),
     (["train", "aussen"], "aussen/innen?)"),
     (["train", "eine"], "fewer than two classes: 'Fisch'"),
     (

@@ -41,13 +41,6 @@ def test_every_parameter_is_in_exactly_one_group():
     assert sorted(listed) == sorted(map(id, model.parameters()))
 
 
-def test_frozen_parameters_are_left_out():
-    model = build_model()
-    model.freeze("backbone")
-    groups = parameter_groups(model, lr=1.0, weight_decay=0.05)
-    assert sum(len(group["params"]) for group in groups) == 2
-
-
 def test_learning_rate_falls_by_layer_decay_from_head_to_embedding():
     rates = settings(build_model(), "lr", lr=1.0, weight_decay=0.05, layer_decay=0.5)
     assert rates["head.weight"] == rates["norm.bias"] == 1.0
@@ -70,9 +63,3 @@ def test_muon_takes_hidden_matrices_and_kernels_and_splits_packed_projections_in
         ), name
     kernels = {"patch": 1, "conv": 3, "conv_pool": 2, "conv_pool_residual": 3, "conv_residual": 6}
     assert sum(parameter.ndim == 4 for parameter in model.parameters()) == kernels[stem]
-
-
-def test_muons_rate_decays_by_layer_too():
-    rates = settings(build_model(), "lr", lr=1.0, weight_decay=0.0, layer_decay=0.5, muon_lr=0.02)
-    assert rates["blocks.2.mlp.fc1.weight"] == 0.01
-    assert rates["blocks.2.mlp.fc1.bias"] == 0.5

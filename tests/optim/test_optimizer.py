@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.pretend_device import pretend_device
 from vit.model.vision_transformer import VisionTransformer
@@ -86,32 +85,3 @@ def test_state_that_is_restored_goes_to_its_parameters_device(name):
         train_one_step(resumed, restored)
         for ours, theirs in zip(resumed.parameters(), model.parameters(), strict=True):
             torch.testing.assert_close(ours.cpu(), theirs, rtol=0, atol=1e-6)
-
-
-class KernelCount(TorchDispatchMode):
-    """Operations that compute something; views don't."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        returns = [item.alias_info for item in function._schema.returns]
-        is_view = any(alias is not None and not alias.is_write for alias in returns)
-        self.count += not is_view
-        return function(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
-def test_an_update_starts_as_many_kernels_for_a_deep_model_as_for_a_flat_one(name):
-    """What torch's private `_foreach_add`, `_foreach_mul_`, `_foreach_sub_` and `_foreach_copy_` are
-    for, in Muon: loops over the weights would start three kernels for each, 150 for 12 blocks."""
-    counts = []
-    for depth in (1, 4):
-        model = build_vit(depth)
-        optimizer = create_optimizer(name, model, lr=0.01)
-        train_one_step(model, optimizer)  # the first one makes the state
-        with KernelCount() as kernels:
-            optimizer.step()
-        counts.append(kernels.count)
-    assert counts[0] == counts[1]

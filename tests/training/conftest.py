@@ -75,8 +75,7 @@ def run_until(run: Run, step: int) -> None:
 
 def read_metrics(directory: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl without the times."""
-    clocks = {"images_per_second", "elapsed_seconds", "captured"}
-    clocks |= {"host_milliseconds", "step_milliseconds"}
+    clocks = {"images_per_second", "elapsed_seconds"}
     lines = (directory / "metrics.jsonl").read_text().splitlines()
     return [
         {key: value for key, value in json.loads(line).items() if key not in clocks}

@@ -169,54 +169,10 @@ def test_init_fine_tunes_at_the_models_own_size(
     assert load_bundle(tmp_path / "run").preprocess.std == load_bundle(path).preprocess.std
 
 
-def test_frozen_blocks_are_trained_on_by_their_tokens(
-    photos: Path, save_model: SaveModel, tmp_path: Path
-) -> None:
-    path = save_model(tmp_path / "model.safetensors")
-    choice = choose_config(photos, [f"model.init={path}", "model.freeze=1", "train.epochs=1"])
-    assert choice.config.keeps_tokens
-    assert choice.config.augment.flip == "random"
-
-
-def test_a_recipe_starts_from_another_runs_model(
-    cli: Launcher, tiny_run: Path, empty_yaml: Path, tmp_path: Path
-) -> None:
-    overrides = [
-        "data.image_size=8",
-        "train.epochs=1",
-        "train.max_steps=1",
-        "optimizer.lr=1e-9",
-        "train.device=cpu",
-    ]
-    cli.succeed("train", empty_yaml, *overrides, "--init", tiny_run, "-o", tmp_path / "run")
-    first, second = (load_bundle(path).model.state_dict() for path in (tiny_run, tmp_path / "run"))
-    assert all(np.allclose(first[name], second[name], atol=1e-6) for name in first)
-    larger = [*overrides, "model.patch_size=4"]
-    told = cli.fail("train", empty_yaml, *larger, "--init", tiny_run, "-o", tmp_path / "larger")
-    assert "model.patch_size (4, 4): the weights of --init have (2, 2)" in told
-    cli.succeed("train", "--resume", "-o", tmp_path / "run")
-
-    message = cli.fail(
-        "train",
-        empty_yaml,
-        *overrides,
-        "--init",
-        tmp_path / "run",
-        "-o",
-        tmp_path / "run",
-        "--overwrite",
-    )
-    assert "is the run in --output" in message
-    assert (tmp_path / "run" / "model.safetensors").exists()
-    assert "nowhere does not exist; a model is" in cli.fail(
-        "train", "digits", "--init", tmp_path / "nowhere", "-o", tmp_path / "x"
-    )
-
-
 def test_what_is_no_recipe_and_no_images_is_told_both(cli: Launcher, tmp_path: Path) -> None:
     message = cli.fail("train", "photographs", "-o", tmp_path / "run")
     assert "packaged recipes: cifar10/cpu" in message
-    assert "or name a folder of images" in message
+    assert "no configuration (.yaml), table or folder of images" in message
     assert "--minutes is for" in cli.fail(
         "train", "digits", "--minutes", "3", "-o", tmp_path / "run"
     )
@@ -235,3 +191,16 @@ def test_recipes_are_listed_with_what_they_measured(cli: Launcher) -> None:
     assert "cifar10/speedrun" not in listed
     shown = cli.succeed("recipes").out
     assert all(name in shown for name in listed)
+
+
+def test_init_is_not_the_run_in_output_and_keeps_its_patches(
+    cli: Launcher, tiny_run: Path, empty_yaml: Path, tmp_path: Path
+) -> None:
+    start = ["train", empty_yaml, "data.image_size=8", "train.device=cpu", "--init"]
+    told = cli.fail(*start, tiny_run, "model.patch_size=4", "-o", tmp_path / "larger")
+    assert "model.patch_size (4, 4): the weights of --init have (2, 2)" in told
+    message = cli.fail(*start, tiny_run, "-o", tiny_run, "--overwrite")
+    assert "is the run in --output" in message
+    assert (tiny_run / "model.safetensors").exists()
+    missing = cli.fail(*start, tmp_path / "nowhere", "-o", tmp_path / "x")
+    assert "nowhere does not exist; a model is" in missing

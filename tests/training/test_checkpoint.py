@@ -24,14 +24,6 @@ def steps(store: CheckpointStore) -> list[int]:
     return sorted(int(path.name.split("-")[1]) for path in store.directory.glob("step-*"))
 
 
-def test_the_newest_is_loaded_and_none_is_no_error(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path / "checkpoints")
-    assert load(store) == (None, [])
-    for step in (9, 10, 100):
-        save(store, step)
-    assert load(store) == (100, [])
-
-
 def test_the_last_two_and_the_best_stay(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     for step in range(1, 11):
@@ -88,10 +80,3 @@ def test_a_failed_write_leaves_the_last_good_one(
     assert steps(store) == [1]
     save(store, 3)
     assert len(list(tmp_path.iterdir())) == 2  # nothing is left of the failed one
-
-
-def test_leftovers_of_a_killed_writer_are_cleared(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path)
-    (tmp_path / ".step-00000001-0123456789abcdef.pt.xyz.tmp").write_bytes(b"half")
-    save(store, 1)
-    assert [path.suffix for path in tmp_path.iterdir()] == [".pt"]

@@ -2,14 +2,12 @@
 holds what it says."""
 
 import numpy as np
-import pytest
 import torch
 from sklearn.metrics import average_precision_score
 
 from vit.evaluation.intervals import compute_clustered_interval
 from vit.prediction.features import Features
 from vit.training.cross_validation import predict_by_other_folds
-from vit.training.folds import assign_folds
 
 BURST = 4
 
@@ -54,19 +52,6 @@ def test_bursts_overstate_unless_they_are_groups() -> None:
     low, high = compute_clustered_interval(grouped, bursts)
     assert low < 0.5 < high
     assert len(set(zip(bursts.tolist(), folds.tolist(), strict=True))) == 40
-
-
-def test_folds_have_whole_groups_whatever_the_smallest_class_has() -> None:
-    labels = np.repeat([0, 1], [30, 6])
-    groups = [f"{number // 3}" for number in range(36)]
-    folds = assign_folds(labels, groups, num_folds=5)
-    assert folds.max() == 4
-    assert len(set(folds[30:].tolist())) == 2
-    assert all(len(set(folds[start : start + 3])) == 1 for start in range(0, 36, 3))
-    alone = assign_folds(labels, ["a"] * 30 + ["b"] * 6, num_folds=5)
-    assert (alone == -1).all()
-    with pytest.raises(ValueError, match="every class has one image or group alone"):
-        run(make_features(np.zeros((36, 2))), labels, ["a"] * 30 + ["b"] * 6)
 
 
 def test_labels_are_predicted_by_probes_of_the_other_folds() -> None:

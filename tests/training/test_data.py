@@ -51,17 +51,6 @@ def test_pretrained_weights_bring_crop_interpolation_and_normalisation(root: Pat
     )
 
 
-def test_what_the_configuration_names_comes_before_the_pretrained_weights(root: Path) -> None:
-    own = ["model.init=timm:x", "data.crop_pct=1", "data.mean=[0.5, 0.5, 0.5]"]
-    preprocess = build(root, *own, pretrained=PRETRAINED).preprocess
-    assert (preprocess.crop_pct, preprocess.mean, preprocess.std) == (
-        1.0,
-        (0.5, 0.5, 0.5),
-        PRETRAINED.std,
-    )
-    assert preprocess.interpolation == "bilinear"
-
-
 def test_without_pretrained_weights_the_training_images_are_measured(root: Path) -> None:
     data = build(root)
     assert (data.preprocess.crop_pct, data.preprocess.interpolation) == (1.0, "bicubic")

@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.conftest import TINY_RUN, BuildOnce, Launcher
 from tests.training.conftest import MakeRun, run_until
 from tests.training.test_resume import assert_equal_runs
-from vit.bundle import load_bundle
 from vit.config import load_config
 from vit.training.identity import compute_run_id, identify_run
 
@@ -26,10 +24,6 @@ def half(make_run: MakeRun, build_once: BuildOnce, tmp_path: Path) -> Path:
     """A run of 15 steps that was killed in step 12, after its checkpoint of step 10."""
     half = build_once("half", lambda folder: run_until(make_run(folder), 12))
     return shutil.copytree(half, tmp_path / "half")
-
-
-def latest(directory: Path) -> Path:
-    return max((directory / "checkpoints").glob("step-*"))
 
 
 @pytest.mark.parametrize(
@@ -60,36 +54,6 @@ def test_the_same_run_elsewhere_may_go_on_from_it(
     assert copy.trainer.resume()
     copy.trainer.train()
     assert_equal_runs(tmp_path / "whole", tmp_path / "copy")
-
-
-@pytest.mark.parametrize("fault", ["gone", "cut", "bit"])
-def test_a_lost_model_file_is_written_again(
-    cli: Launcher, tiny_run: Path, tmp_path: Path, fault: str
-) -> None:
-    shutil.copytree(tiny_run, tmp_path / "run")
-    path = tmp_path / "run" / "model.safetensors"
-    content = path.read_bytes()
-    damaged = (
-        content[:1000] if fault == "cut" else content[:-5] + bytes([content[-5] ^ 1]) + content[-4:]
-    )
-    path.write_bytes(damaged)
-    if fault == "gone":
-        path.unlink()
-    cli.succeed("train", "--resume", "--output", tmp_path / "run")
-    assert path.read_bytes() == content
-
-
-def test_a_model_file_of_another_step_is_written_again(
-    make_run: MakeRun, half: Path, tmp_path: Path
-) -> None:
-    """A run that was killed between its model file and the checkpoint of that step."""
-    run_until(make_run(tmp_path / "early"), 9)
-    shutil.copy(tmp_path / "early/model.safetensors", half)
-    run = make_run(half)
-    best_step = run.trainer.resume() and run.trainer.progress.best_step
-    metadata = load_bundle(half).metadata
-    assert (metadata["step"], metadata["run_id"]) == (best_step, run.trainer.run_id)
-    assert best_step == 10
 
 
 def test_without_checkpoints_a_run_starts_anew_and_says_so(
@@ -172,19 +136,6 @@ def test_a_killed_worker_is_one_line_and_resume_goes_on(make_run: MakeRun, tmp_p
     assert resumed.trainer.resume()
     resumed.trainer.train()
     assert_equal_runs(tmp_path / "whole", tmp_path / "run")
-
-
-def test_model_checkpoint_and_evaluation_name_their_run(
-    cli: Launcher, tiny_run: Path, tmp_path: Path
-) -> None:
-    identity = torch.load(latest(tiny_run), weights_only=True)["identity"]
-    bundle = load_bundle(tiny_run)
-    assert identity["run_id"] == bundle.metadata["run_id"]
-    fingerprint = identity["settings"]["the fingerprint of the training images"]
-    assert fingerprint == bundle.data["fingerprint"]
-    assert identity["settings"]["train.seed"] == 0
-    cli.succeed("evaluate", tiny_run, "--output", tmp_path / "evaluation", "--device", "cpu")
-    assert identity["run_id"] in (tmp_path / "evaluation" / "evaluation.json").read_text()
 
 
 def test_another_value_of_a_key_that_changes_numbers_is_another_run() -> None:

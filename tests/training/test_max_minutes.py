@@ -125,17 +125,3 @@ def test_resumed_run_has_the_length_that_was_decided(
     assert_equal_runs(directory, tmp_path / "broken")
     state = flatten(resumed.trainer.train_step.state_dict())
     assert all(torch.equal(whole_state[name], state[name]) for name in whole_state)
-
-
-def test_a_finished_shortened_run_has_nothing_left_to_do(
-    make_run: MakeRun, tmp_path: Path, clock: Clock
-) -> None:
-    run = make_run(tmp_path, *LENGTH)
-    slow_down(run, clock, seconds=[2.0])
-    run.trainer.train()
-    before = read_metrics(tmp_path)
-    again = make_run(tmp_path, *LENGTH)
-    assert again.trainer.resume()
-    assert again.trainer.plan.total_steps == 20
-    again.trainer.train()
-    assert read_metrics(tmp_path) == before

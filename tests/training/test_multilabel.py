@@ -95,18 +95,6 @@ def test_a_run_is_measured_by_average_precision(run: Any) -> None:
         )
 
 
-def test_folders_of_classes_are_not_taken_for_several_labels(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        (tmp_path / "photos" / name).mkdir(parents=True)
-        for index in range(8):
-            Image.fromarray(PIXELS[index]).save(tmp_path / "photos" / name / f"{index}.png")
-    data = {**CONFIG["data"], "name": "folder", "root": str(tmp_path / "photos")}
-    with pytest.raises(
-        ValueError, match="photos have one class each; list their labels in a table"
-    ):
-        vit.train({**CONFIG, "data": {**data, "task": "multilabel"}}, output=tmp_path / "run")
-
-
 def test_a_stopped_run_ends_with_the_same_bytes(run: Any, tmp_path: Path) -> None:
     class Stop(vit.Observer):
         def on_step(self, metrics: dict[str, Any]) -> bool:

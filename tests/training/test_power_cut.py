@@ -7,11 +7,9 @@ its name after its directory's.
 """
 
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +19,6 @@ import torch
 import vit
 from tests.training.conftest import TINY, read_metrics
 from vit.bundle import load_bundle
-from vit.training.checkpoint import CheckpointStore
 
 pytestmark = pytest.mark.chaos
 
@@ -31,18 +28,16 @@ OVERRIDES = [*TINY, "train.epochs=2", "train.max_steps=8", "train.checkpoint_eve
 class Event(NamedTuple):
     """What happened to a path below the run's directory."""
 
-    kind: str  # sync, sync directory, rename, delete, saved (path: the checkpoint's step)
+    kind: str  # sync, sync directory, rename, delete
     path: str
     target: str = ""
     content: bytes = b""
 
 
 @contextmanager
-def record(root: Path, events: list[Event], *, without: str = "") -> Iterator[None]:
-    """Note what happens below `root`, but for TensorBoard's files, which nothing is resumed from.
-    `without` is the kind of event that is left out: what a program without it would leave."""
+def record(root: Path, events: list[Event]) -> Iterator[None]:
+    """Note what happens below `root`, but for TensorBoard's files, which nothing is resumed from."""
     fsync, replace, unlink, rmtree = os.fsync, Path.replace, Path.unlink, shutil.rmtree
-    save = CheckpointStore.save
 
     def below(path: object) -> str | None:
         text = os.path.relpath(os.fspath(path), root)  # type: ignore[call-overload]
@@ -52,13 +47,10 @@ def record(root: Path, events: list[Event], *, without: str = "") -> Iterator[No
         fsync(descriptor)
         path = os.readlink(f"/proc/self/fd/{descriptor}")
         if (name := below(path)) is not None:
-            kind = "sync directory" if os.path.isdir(path) else "sync"
-            if kind != without:
-                events.append(
-                    Event(
-                        kind, name, content=b"" if os.path.isdir(path) else Path(path).read_bytes()
-                    )
-                )
+            if os.path.isdir(path):
+                events.append(Event("sync directory", name))
+            else:
+                events.append(Event("sync", name, content=Path(path).read_bytes()))
 
     def noting_replace(self: Path, target: Path) -> Path:
         if (name := below(self)) is not None:
@@ -74,12 +66,7 @@ def record(root: Path, events: list[Event], *, without: str = "") -> Iterator[No
         assert below(path) is None, "a tree of the run is deleted: not recorded"
         rmtree(path, *arguments, **options)
 
-    def noting_save(self: CheckpointStore, *arguments: Any, step: int, **options: Any) -> None:
-        save(self, *arguments, step=step, **options)
-        events.append(Event("saved", str(step)))
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CheckpointStore, "save", noting_save)
         patch.setattr(os, "fsync", noting_fsync)
         patch.setattr(Path, "replace", noting_replace)
         patch.setattr(Path, "unlink", noting_unlink)
@@ -118,7 +105,7 @@ def list_outcomes(events: list[Event]) -> list[Files]:
                     sure.setdefault(done.path, contents.get(done.path, b""))
                     apply(sure, done)
                     pending.remove(done)
-        elif event.kind != "saved":
+        else:
             pending.append(event)
     outcomes = []
     for chosen in (
@@ -142,17 +129,6 @@ def list_outcomes(events: list[Event]) -> list[Files]:
     return outcomes
 
 
-def find_steps(files: Files) -> list[int]:
-    """The steps of the checkpoints whose content is whole."""
-    pattern = re.compile(r"checkpoints/step-(\d+)-([0-9a-f]{16})\.pt")
-    found = [(pattern.fullmatch(name), content) for name, content in files.items()]
-    return [
-        int(match[1])
-        for match, content in found
-        if match and sha256(content).hexdigest().startswith(match[2])
-    ]
-
-
 def rebuild(directory: Path, files: Files) -> None:
     shutil.rmtree(directory, ignore_errors=True)
     for name, content in files.items():
@@ -167,13 +143,7 @@ def test_every_state_that_a_power_cut_leaves_resumes_to_the_same_bytes(
     whole, events = tmp_path / "whole", list[Event]()
     with record(whole, events):
         vit.train(empty_yaml, output=whole, overrides=OVERRIDES)
-    assert {event.kind for event in events} == {
-        "sync",
-        "sync directory",
-        "rename",
-        "delete",
-        "saved",
-    }
+    assert {event.kind for event in events} == {"sync", "sync directory", "rename", "delete"}
     states: dict[frozenset[tuple[str, bytes]], Files] = {}
     for count in range(len(events) + 1):
         for files in list_outcomes(events[:count]):
@@ -194,31 +164,3 @@ def test_every_state_that_a_power_cut_leaves_resumes_to_the_same_bytes(
         )
         assert read_metrics(broken) == metrics, (number, sorted(files))
         assert not list(broken.glob("checkpoints/.step-*")), sorted(files)
-
-
-@pytest.mark.parametrize("without", ["", "sync", "sync directory"])
-def test_what_was_saved_is_there_after_a_power_cut_and_without_fsync_it_is_not(
-    tmp_path: Path, empty_yaml: Path, without: str
-) -> None:
-    whole, events, lost = tmp_path / "whole", list[Event](), set[str]()
-    with record(whole, events, without=without):
-        vit.train(empty_yaml, output=whole, overrides=OVERRIDES)
-    saved = 0
-    for count, event in enumerate(events, start=1):
-        saved = int(event.path) if event.kind == "saved" else saved
-        for files in list_outcomes(events[:count]):
-            if max(find_steps(files), default=0) < saved:
-                lost.add(f"checkpoint {saved}")
-    assert saved == 8
-    written = {
-        event.target
-        for event in events
-        if event.kind == "rename" and (whole / event.target).is_file()
-    }
-    assert {"config.yaml", "model.safetensors", "metrics.jsonl"} <= written
-    for files in list_outcomes(events):  # the run has ended: all of it is there
-        lost |= {name for name in written if files.get(name) != (whole / name).read_bytes()}
-    if without:
-        assert {"checkpoint 8", "config.yaml", "model.safetensors"} <= lost
-    else:
-        assert lost == set()

@@ -1,61 +1,14 @@
-"""1, 2, 4 and 8 processes train alike, and name who is lost."""
+"""Processes name who is lost."""
 
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.training.conftest import TINY
-from tests.training.recorded import read_steps, train_recorded
 from tests.training.worlds import join_world, run_command, start_world
-
-SETTINGS = [
-    "model.embed_dim=32",
-    "model.depth=3",
-    "model.global_pool=avg",
-    "train.batch_size=64",
-    "train.max_steps=24",
-    "optimizer.lr=5e-3",
-]
-
-Train = Callable[..., list[dict[str, Any]]]
-
-
-@pytest.fixture(scope="module")
-def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
-    """train(size, …): a line for each step of the run of so many processes, which is done once."""
-    runs: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-
-    def train(size: int, *overrides: str) -> list[dict[str, Any]]:
-        if (size, *overrides) not in runs:
-            directory = tmp_path_factory.mktemp("world")
-            world = start_world(train_recorded, directory, [*SETTINGS, *overrides], size=size)
-            assert join_world(world) == [0] * size
-            runs[size, *overrides] = read_steps(directory)
-        return runs[size, *overrides]
-
-    return train
-
-
-@pytest.mark.chaos
-@pytest.mark.parametrize("size", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
-def test_any_number_of_processes_has_the_loss_curve_of_one(train: Train, size: int) -> None:
-    losses = [line["loss"] for line in train(1)]
-    assert len(losses) == 24
-    assert losses[-1] < losses[0] - 0.1
-    assert [line["loss"] for line in train(size)] == pytest.approx(losses, abs=1e-5)
-
-
-@pytest.mark.chaos
-def test_two_processes_scale_the_loss_of_float16_alike(train: Train) -> None:
-    half = "train.precision=float16"
-    losses = [line["loss"] for line in train(1, half)]
-    assert [line["loss"] for line in train(2, half)] == pytest.approx(losses, abs=2e-3)
-    assert losses == pytest.approx([line["loss"] for line in train(1)], abs=2e-3)
 
 
 @pytest.mark.chaos

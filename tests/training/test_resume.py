@@ -118,12 +118,3 @@ def test_two_equal_runs_are_bit_equal_and_another_seed_is_not(
         load_bundle(tmp_path / name).model.state_dict()["head.weight"] for name in ("a", "c")
     ]
     assert not torch.equal(*weights)
-
-
-def test_a_finished_run_has_nothing_left_to_do(make_run: MakeRun, tmp_path: Path) -> None:
-    make_run(tmp_path).trainer.train()
-    before = read_metrics(tmp_path)
-    again = make_run(tmp_path)
-    assert again.trainer.resume()
-    again.trainer.train()
-    assert read_metrics(tmp_path) == before

@@ -3,14 +3,9 @@
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
-from PIL import Image
 
 from tests.conftest import TINY_RUN, Launcher, change_metadata
-from vit.config import load_config
-from vit.training.print_plan import summarize_run
-from vit.training.run import build_run
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
@@ -32,24 +27,3 @@ def test_the_best_model_is_chosen_by_the_reports_numbers(
     assert evaluation["num_images"] == 143
     assert evaluation["metrics"]["top1"] == best["val_top1"]
     assert evaluation["metrics"]["loss"] == pytest.approx(best["val_loss"], abs=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("wanted", "chosen"), [("auto", "weights"), ("weights", "weights"), ("none", "none")]
-)
-def test_the_plan_says_what_is_done_about_classes_of_other_sizes(
-    tmp_path: Path, wanted: str, chosen: str
-) -> None:
-    for number in range(44):
-        file = tmp_path / "images" / ("ant" if number < 40 else "bee") / f"{number}.png"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", (8, 8), (5 * number, 0, 0)).save(file)
-    data = ["data.name=folder", f"data.root={tmp_path / 'images'}", "train.batch_size=8"]
-    overrides = [*TINY_RUN, *data, f"train.class_balance={wanted}"]
-    config = load_config({}, overrides)
-    run = build_run(config, directory=tmp_path / "run", device_name="cpu")
-    assert np.bincount(run.data.train.labels).tolist() == [
-        29,
-        2,
-    ]  # after the test and the validation split
-    assert summarize_run(run).get("class balance", "none") == chosen

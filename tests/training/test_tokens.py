@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from tests.conftest import SaveModel
-from tests.training.conftest import flatten, read_metrics, run_until
+from tests.training.conftest import flatten, run_until
 from tests.training.test_resume import assert_equal_runs
-from vit.bundle import load_bundle
 from vit.config import load_config
 from vit.data.loader import TokenLoader
 from vit.data.preprocess import Preprocess
@@ -146,36 +145,3 @@ def test_images_that_change_are_passed_at_every_step(
     if "pipeline" not in override:
         with pytest.raises(ValueError, match=r"data\.pipeline=tokens needs frozen blocks"):
             make_run(tmp_path / "refused", override, "data.pipeline=tokens")
-
-
-def test_tokens_that_do_not_fit_memory_are_not_kept(
-    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    image_bytes = 17 * 32 * 4
-    free = image_bytes * 387 / 0.4
-    monkeypatch.setattr("vit.data.loader.count_free_memory", lambda: free + 10)
-    run = make_run(tmp_path / "kept")
-    assert len(run.data.train) == 387
-    assert run.data.config.data.pipeline == "tokens"
-    monkeypatch.setattr("vit.data.loader.count_free_memory", lambda: free - 10)
-    run = make_run(tmp_path / "not_kept")
-    assert run.data.config.data.pipeline == "resident"
-    run.trainer.train()
-    # two views of each image are twice as many
-    monkeypatch.setattr("vit.data.loader.count_free_memory", lambda: 1.9 * free)
-    assert (
-        make_run(tmp_path / "both", "augment.flip=random").data.config.data.pipeline == "resident"
-    )
-
-
-def test_a_run_of_tokens_is_told_and_its_model_is_whole(make_run: MakeRun, tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", "train.epochs=6", "optimizer.lr=3e-3")
-    run.trainer.train()
-    model = load_bundle(tmp_path / "run").model
-    best = max(line["val_top1"] for line in read_metrics(tmp_path / "run"))
-    dataset = run.data.validation
-    inputs = run.data.preprocess.normalize(torch.from_numpy(np.array(dataset.pixels)))
-    with torch.inference_mode():
-        predicted = model.eval()(inputs).argmax(dim=1).numpy()
-    assert (predicted == dataset.labels).mean() == pytest.approx(best)
-    assert best > 0.8

@@ -1,6 +1,5 @@
 """What a program gives to `vit.train`: images, a transform, a model, callbacks."""
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -91,11 +90,6 @@ def test_a_dictionary_is_training_and_validation_images(arrays: Arrays, tmp_path
         vit.train(CONFIG, output=tmp_path / "other", dataset=sets)
 
 
-def test_images_from_python_need_a_recipe(arrays: Arrays, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="name a recipe to pass them from Python"):
-        vit.train(tmp_path, output=tmp_path / "run", dataset=arrays)
-
-
 def test_a_given_data_set_is_needed_again(arrays: Arrays, tmp_path: Path, cli: Launcher) -> None:
     run = tmp_path / "run"
     before = vit.train(CONFIG, output=run, dataset=arrays)
@@ -136,40 +130,6 @@ def batches(
     )
     loader = build_train_loader(data, device=torch.device("cpu"), transform=transform)
     return torch.cat([batch.images for batch in loader.epoch(epoch, **options)])
-
-
-def test_the_transform_gets_images_in_full_size_whatever_memory_is_free(
-    arrays: Arrays, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sizes = set()
-
-    def note_size(pixels: np.ndarray) -> np.ndarray:
-        sizes.add(pixels.shape)
-        return pixels
-
-    large = np.repeat(np.repeat(arrays[0], 5, axis=1), 4, axis=2)
-    for free in (0, 10**12):
-        monkeypatch.setattr("vit.data.loader.count_free_memory", lambda free=free: free)
-        batches((large, arrays[1]), note_size, "data.workers=0")
-    assert sizes == {(60, 48, 3)}
-    for pipeline in ("resident", "cached"):
-        with pytest.raises(ValueError, match=f"data.pipeline={pipeline} keeps no full-size"):
-            batches(arrays, note_size, f"data.pipeline={pipeline}")
-
-
-def test_the_transform_comes_first_and_sees_the_pixels(arrays: Arrays) -> None:
-    settings = [
-        "data.pipeline=workers",
-        "data.mean=[0,0,0]",
-        "data.std=[1,1,1]",
-        "data.workers=0",
-    ]
-    plain, inverted = (
-        batches(arrays, change, *settings) for change in (None, lambda pixels: 255 - pixels)
-    )
-    torch.testing.assert_close(inverted, 1 - plain, atol=1.5 / 255, rtol=0)  # resampling rounds
-    enlarged = batches(arrays, lambda pixels: pixels.repeat(2, axis=0).repeat(2, axis=1), *settings)
-    assert enlarged.shape == plain.shape
 
 
 @pytest.mark.parametrize(
@@ -273,9 +233,7 @@ def test_any_module_trains_resumes_and_is_loaded_into_a_module(
 
 
 def test_a_models_logits_must_be_of_the_classes(arrays: Arrays, tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r"Small makes \[2, 5\] of \[2, 3, 8, 8\], not logits \[2, 3\]"
-    ):
+    with pytest.raises(ValueError, match=r"Small makes \[2, 5\] of images .*, not logits \[2, 3\]"):
         vit.train(CONFIG, output=tmp_path / "run", dataset=arrays, model=Small(5))
     overrides = ["train.patch_drop_rates=[[1, 0.5]]"]
     with pytest.raises(
@@ -358,34 +316,3 @@ def test_a_callback_that_fails_is_reported_once_and_left_out(
     assert len(failing.events) == 3
     assert other.said == ["Recorder failed ('missing'); training goes on without it"]
     assert other.events[-1] == "end"
-
-
-@pytest.fixture
-def documented() -> dict[str, Any]:
-    """The classes that docs/tutorials/notebook.md shows for trackers of experiments."""
-    page = (Path(__file__).parents[2] / "docs" / "tutorials" / "notebook.md").read_text()
-    (block,) = (
-        text
-        for text in re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-        if "class MLflow" in text
-    )
-    assert len(re.findall(r"^.*\S.*$", block, re.MULTILINE)) <= 10
-    namespace: dict[str, Any] = {"vit": vit}
-    exec(block, namespace)
-    return namespace
-
-
-@pytest.mark.extended
-def test_the_documented_mlflow_callback_logs_to_a_folder(
-    documented: dict[str, Any], arrays: Arrays, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import mlflow
-
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    mlflow.set_tracking_uri((tmp_path / "mlruns").as_uri())
-    callbacks = [documented["MLflow"]()]
-    result = vit.train(CONFIG, output=tmp_path / "run", dataset=arrays, callbacks=callbacks)
-    (run,) = mlflow.search_runs(output_format="list", search_all_experiments=True)
-    assert run.data.params["train.batch_size"] == "16"
-    assert run.data.metrics["val_top1"] == pytest.approx(result.metrics[-1]["val_top1"])
-    assert run.info.status == "FINISHED"

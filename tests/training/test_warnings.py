@@ -42,12 +42,6 @@ def list_warnings(cli: Launcher, tmp_path: Path, yaml: Path, *overrides: str) ->
     return [line for line in lines if line.startswith("warning: ")]
 
 
-def test_a_run_as_it_should_be_has_none(cli: Launcher, tmp_path: Path, empty_yaml: Path) -> None:
-    write_photos(tmp_path / "photos" / "train", counts=(60, 60))
-    write_photos(tmp_path / "photos" / "test", counts=(40, 40), seed=1)
-    assert list_warnings(cli, tmp_path, empty_yaml, "train.epochs=40") == []
-
-
 def test_each_condition_is_one_sentence(cli: Launcher, tmp_path: Path, empty_yaml: Path) -> None:
     write_photos(tmp_path / "photos" / "train", counts=(72, 12))
     write_photos(tmp_path / "photos" / "val", counts=(30, 30), seed=1)

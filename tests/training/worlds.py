@@ -21,7 +21,6 @@ def start_world(target: Callable[..., None], *arguments: Any, size: int) -> list
         [
             "vit.training.train_model",
             "vit.cli.main",
-            "tests.training.recorded",
             "torch.utils.tensorboard",
             "sklearn.datasets",
         ]

@@ -10,7 +10,7 @@ import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vit.config import Config, Overrides, load_config, read_sections
+from vit.config import Config, Overrides, list_overrides, load_config, read_sections
 from vit.data.sources.registry import find_kind
 from vit.data.splits import DatasetSplits
 from vit.data.statistics import are_grey, measure_shorter_side
@@ -73,7 +73,7 @@ def choose_config(
     Raises:
         ValueError: The images can't be opened, or the overrides don't fit.
     """
-    user = _read_overrides(overrides)
+    given = list_overrides(overrides)
     kind = find_kind(data)
     source: dict[str, Any] = {"name": kind}
     # A user's photos often are bursts, or were saved twice.
@@ -82,14 +82,15 @@ def choose_config(
     if kind != str(data):
         source["root"] = str(data)
     # Listing needs no image size: 32 only fills the place of the size that is chosen later.
-    splits = build_dataset(load_config({"data": source | user["data"] | {"image_size": 32}}))
+    own = {key: value for key, value in given.items() if key.startswith("data.")}
+    splits = build_dataset(load_config({"data": source}, own | {"data.image_size": 32}))
     images = splits.split("train")
 
     num_images = len(images)
     side = round(measure_shorter_side(images, count=_SAMPLE))
-    device = choose_device(find_device(overrides)).type
+    device = choose_device(str(given.get("train.device", "auto"))).type
     minutes = minutes or DEFAULT_MINUTES[device]
-    starts_from_weights = bool(user["model"].get("init"))
+    starts_from_weights = bool(given.get("model.init"))
     is_grey = side <= _MAX_SMALL_SIDE and are_grey(images, count=_SAMPLE)
     recipe, reason = "folder/finetune", "that of the weights"
     if not starts_from_weights:
@@ -108,12 +109,12 @@ def choose_config(
         if device == "cpu" and affordable < 0.75 * num_images:
             sections["model"]["probe"] = max(affordable, 200)
         num_validation = 0
-        if user["data"].get("validation_fraction") != 0:
+        if given.get("data.validation_fraction") != 0:
             num_validation = len(splits.split("validation"))
-        reasons |= _fit_weights(sections, user, num_images, num_validation)
+        reasons |= _fit_weights(sections, given, num_images, num_validation)
     else:
         largest = {"imagenette/cpu": 128, "folder/small": 64}.get(recipe, _MAX_SMALL_SIDE)
-        _fit_images(sections, user, num_images, min(side, largest), device)
+        _fit_images(sections, given, num_images, min(side, largest), device)
         if recipe == "imagenette/cpu" and num_images < 2 * _ENOUGH_PHOTOS:
             sections["model"]["drop_path_rate"] = 0.1  # the recipe has more images
         if recipe == "folder/small":
@@ -122,11 +123,11 @@ def choose_config(
             sections["augment"]["cutmix"] = 1.0
             sections["optimizer"]["weight_decay"] = 0.1
     # The user's own length holds.
-    if not user["train"].keys() & {"epochs", "max_steps"}:
+    if not given.keys() & {"train.epochs", "train.max_steps"}:
         sections["train"]["max_minutes"] = minutes
         reasons["time"] = f"at most {minutes:g} minutes (--minutes) on this {device.upper()}"
     config = load_config(sections, overrides)
-    if "image_size" not in user["data"]:
+    if "data.image_size" not in given:
         reasons["image size"] = f"{config.data.image_size or 'auto'} ({reason})"
     if recipe == "folder/small" and num_images < _ENOUGH_PHOTOS:
         reasons["pretrained weights"] = _PRETRAINED_HINT
@@ -166,21 +167,8 @@ def choose_recipe(
     return next((recipe, reason) for holds_here, recipe, reason in rules if holds_here)
 
 
-def find_device(overrides: Overrides) -> str:
-    """Return `train.device` of a configuration that is yet to be chosen."""
-    return str(_read_overrides(overrides)["train"].get("device", "auto"))
-
-
-def _read_overrides(overrides: Overrides) -> Sections:
-    """Return what the user sets, with every section in it. What isn't a section is refused later
-    with the whole configuration."""
-    sections = read_sections(None, overrides)
-    known = {name: keys for name, keys in sections.items() if isinstance(keys, dict)}
-    return {name: known.get(name, {}) for name in (*Config.model_fields, *known)}
-
-
 def _fit_images(
-    sections: Sections, user: Sections, num_images: int, side: int, device: str
+    sections: Sections, given: dict[str, Any], num_images: int, side: int, device: str
 ) -> None:
     """Fit batch, length and size, of about `side` pixels, to images that a new model is trained
     on."""
@@ -192,18 +180,18 @@ def _fit_images(
         train["batch_size"] *= 4
     # About 80 epochs for 600 images: more overfits. Recipes are for more images.
     epochs = round(min(80 * (600 / num_images) ** 0.5, 150))
-    train["epochs"] = user["train"].get("epochs") or max(epochs, 2 * train["epochs"])
+    train["epochs"] = given.get("train.epochs") or max(epochs, 2 * train["epochs"])
     train["evaluate_every_epochs"] = max(train["epochs"] // 16, 1)
     # A preset has a size and patches of its own.
-    if "preset" in user["model"]:
+    if "model.preset" in given:
         sections["model"] = {}
     else:
         # About as many patches as in the recipe, of a power of two, in an image of whole patches.
-        size = user["data"].get("image_size") or side
+        size = given.get("data.image_size") or side
         shorter = min(as_pair(size, name="data.image_size"))
         ideal = max(model["patch_size"] * shorter / data["image_size"], 2)
-        patch_size = user["model"].get("patch_size") or 2 ** round(math.log2(ideal))
-        if "image_size" not in user["data"]:
+        patch_size = given.get("model.patch_size") or 2 ** round(math.log2(ideal))
+        if "data.image_size" not in given:
             patch = max(as_pair(patch_size, name="model.patch_size"))
             size = max(round(size / patch), 1) * patch
         data["image_size"] = size
@@ -214,7 +202,7 @@ def _fit_images(
 
 
 def _fit_weights(
-    sections: Sections, user: Sections, num_images: int, num_validation: int
+    sections: Sections, given: dict[str, Any], num_images: int, num_validation: int
 ) -> dict[str, str]:
     """Fit batch and length of the recipe to images on which pretrained weights are trained further.
     Returns the reason where nothing is trained after the probe."""
@@ -225,16 +213,16 @@ def _fit_weights(
     # about ten steps an epoch, also with few images
     near_a_tenth = 2 ** round(math.log2(max(num_images, 1) / 10))
     train["batch_size"] = min(max(near_a_tenth, 8), train["batch_size"])
-    train["epochs"] = user["train"].get("epochs") or train["epochs"]
+    train["epochs"] = given.get("train.epochs") or train["epochs"]
     num_evaluations = max(num_validation // _IMAGES_AN_EVALUATION, 1)
     train["evaluate_every_epochs"] = math.ceil(train["epochs"] / num_evaluations)
-    freeze = user["model"].get("freeze")
+    freeze = given.get("model.freeze")
     if isinstance(freeze, int):
         # The tokens of frozen blocks are computed once. Dropping random patches takes the place of
         # crops.
         sections["augment"] = {"flip": sections["augment"]["flip"]}
         train["patch_drop_rates"] = [[1.0, 0.5]]
-    is_asked_for = freeze is not None or user["train"].keys() & {"epochs", "max_steps"}
+    is_asked_for = given.keys() & {"model.freeze", "train.epochs", "train.max_steps"}
     if is_asked_for or not 0 < num_validation < _MIN_VALIDATION_IMAGES:
         return {}
     sections["model"]["freeze"] = "backbone"

@@ -128,13 +128,28 @@ def build_data(
             f"data.task=multilabel, and the images of {splits.title or splits.name} have one class"
             " each; list their labels in a table (docs/guides/data.md), or leave it out"
         )
-    preprocess = _choose_preprocess(config, train, pretrained)
+    preprocess = pretrained or Preprocess(data.size)
+    preprocess = replace(
+        preprocess,
+        image_size=data.size,
+        crop_pct=data.crop_pct or preprocess.crop_pct,
+        resize_mode=data.resize_mode or preprocess.resize_mode,
+        value_range=data.value_range or measure_value_range(train),
+        mean=data.mean or preprocess.mean,
+        std=data.std or preprocess.std,
+    )
+
+    def normalize(images: Iterable[np.ndarray]) -> Preprocess:
+        """Use the mean and the deviation of images, unless the configuration gives them."""
+        mean, std = measure_mean_and_std(images)
+        return replace(preprocess, mean=data.mean or mean, std=data.std or std)
+
     # Pretrained weights keep the normalisation that they were trained with.
     is_measured = pretrained is not None
     if not is_measured and preprocess.resize_mode == "pad":
         # The border has the mean colour of what it surrounds, and is known before images are cached.
         whole = replace(preprocess, resize_mode="stretch")
-        preprocess = _normalize(config, preprocess, map(whole.to_uint8, _read_sample(train)))
+        preprocess = normalize(map(whole.to_uint8, _read_sample(train)))
         is_measured = True
     validation = splits.split("validation") if data.validation_fraction > 0 else None
 
@@ -173,7 +188,7 @@ def build_data(
         images: Iterable[np.ndarray] = map(preprocess.to_uint8, _read_sample(train))
         if train.pixels is not None:
             images = train.pixels[:: max(1, len(train) // _MEASURED_IMAGES)]
-        preprocess = _normalize(config, preprocess, images)
+        preprocess = normalize(images)
     return TrainingData(
         config=config.with_data(pipeline=pipeline),
         splits=splits,
@@ -186,23 +201,6 @@ def build_data(
     )
 
 
-def _choose_preprocess(
-    config: Config, train: ImageDataset, pretrained: Preprocess | None
-) -> Preprocess:
-    """Return what the configuration says, or else the weights."""
-    data = config.data
-    preprocess = pretrained or Preprocess(data.size)
-    return replace(
-        preprocess,
-        image_size=data.size,
-        crop_pct=data.crop_pct or preprocess.crop_pct,
-        resize_mode=data.resize_mode or preprocess.resize_mode,
-        value_range=data.value_range or measure_value_range(train),
-        mean=data.mean or preprocess.mean,
-        std=data.std or preprocess.std,
-    )
-
-
 def _read_sample(images: ImageDataset) -> Iterator[Any]:
     return images.read_sample(choose_evenly(len(images), _SAMPLED_IMAGES))
 
@@ -210,13 +208,6 @@ def _read_sample(images: ImageDataset) -> Iterator[Any]:
 def _build_crop(config: Config) -> Crop:
     augment = config.augment
     return Crop(augment.crop_padding, augment.resized_crop_scale, augment.flip)
-
-
-def _normalize(config: Config, preprocess: Preprocess, images: Iterable[np.ndarray]) -> Preprocess:
-    """Return the preprocessing with the mean and the standard deviation of images, as far as the
-    configuration doesn't give them."""
-    mean, std = measure_mean_and_std(images)
-    return replace(preprocess, mean=config.data.mean or mean, std=config.data.std or std)
 
 
 def build_train_loader(

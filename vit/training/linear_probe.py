@@ -93,9 +93,11 @@ def fit_probe(
             depths = sorted({depth for depth, _ in features})[-_NUM_BLOCKS:]
             readout = min(
                 (readout for readout in features if readout[0] in depths),
-                key=lambda each: measure(as_array(features, each), sample, _USUAL_STRENGTH)[0],
+                key=lambda each: measure(features[each].double().numpy(), sample, _USUAL_STRENGTH)[
+                    0
+                ],
             )
-        values = as_array(features, readout)
+        values = features[readout].double().numpy()
         if is_measured:
             tried = {c: measure(values, slice(None), c) for c in _STRENGTHS}
             strength = min(tried, key=lambda c: tried[c][0])
@@ -190,9 +192,3 @@ def _vary(labels: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Return which labels some images have and others lack, [C]."""
     varies: NDArray[np.bool_] = np.logical_xor(labels.any(axis=0), labels.all(axis=0))
     return varies
-
-
-def as_array(features: Features, readout: Readout) -> FloatArray:
-    """Return the features at one readout, float64 [n, D]."""
-    values: FloatArray = features[readout].numpy().astype(np.float64)
-    return values

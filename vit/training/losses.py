@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch.nn.functional as F
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 # (logits [B, C], targets) → (mean loss, number of images that are right). The targets are classes
 # [B], class probabilities [B, C], or which labels an image has [B, C].
@@ -29,19 +29,7 @@ def build_loss(
         class_weights: Factor of an image's loss for each class; their mean over the training images
             is 1. With several labels, the factor of the loss where an image has the label.
         user_loss: Loss from Python instead.
-
-    Raises:
-        ValueError: The user's loss can't be used.
     """
-    if user_loss is not None and (label_smoothing or class_weights is not None):
-        raise ValueError(
-            "loss takes the place of label smoothing and class weights; leave train.label_smoothing"
-            " and train.class_balance out"
-        )
-    if isinstance(user_loss, nn.Module) and any(p.requires_grad for p in user_loss.parameters()):
-        raise ValueError(
-            "loss= has weights of its own, which it doesn't train; move them to model="
-        )
 
     def compute_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         answers = logits.detach()

@@ -28,25 +28,11 @@ _MAX_DISTANCES = 5000
 
 
 def complete_model_file(run: Run, directory: Path) -> None:
-    """Put the thresholds, the temperature and the features into the model file of a run. Its
-    weights stay as they are.
-
-    Args:
-        run: A run that has ended. All its processes take part, and the main process writes.
-        directory: Directory of the run.
-
-    Raises:
-        ValueError, OSError: The model file is not the run's best model.
-    """
+    """Put the thresholds, the temperature and the features into the model file of a run that has
+    ended. Its weights stay as they are. All processes take part, and the main process writes."""
     path = directory / MODEL_FILE
     trainer = run.trainer
     content = read_model_file(path)
-    best = {"run_id": trainer.run_id, "step": trainer.progress.best_step}
-    if not best.items() <= content.metadata.items():
-        raise ValueError(
-            f"{path} is not this run's model of step {best['step']}, its best one; train again with"
-            " --overwrite"
-        )
     # A copy of the run's own module takes the best weights, so that none is built again.
     module = copy.deepcopy(trainer.train_step.module)
     bundle = build_bundle(content, path, model=module, device=trainer.train_step.device)
@@ -68,7 +54,7 @@ def complete_model_file(run: Run, directory: Path) -> None:
             threshold = find_threshold(score_logits(logits, validation.labels).label_probability)
             if threshold is not None:
                 conformal["thresholds"] = {str(COVERAGE): threshold}
-            top1 = trainer.progress.best.top1
+            top1 = trainer.progress.best.get("top1", -1.0)
             values["validation"] = {"top1": top1, "num_images": len(validation)}
 
     likeness = content.likeness
@@ -90,17 +76,14 @@ def _compute_likeness(run: Run, bundle: Bundle) -> tuple[Likeness, list[tuple[st
     list the name and the class of each training image. Raises ValueError with the reason if there
     are none."""
     data = run.data
-    if data.validation is None:
-        raise ValueError("there are no validation images")
-    if not count_features(bundle.model):
-        raise ValueError(f"a {type(bundle.model).__name__} gives no features")
-
+    if data.validation is None or not count_features(bundle.model):
+        raise ValueError("there are no validation images, or the model has no features")
     # Evenly spaced among the images by class, so that each class has its share.
     by_class = np.argsort(data.train.strata, kind="stable")
     chosen = np.sort(by_class[choose_evenly(len(by_class), _MAX_TRAINING_FEATURES)])
     training = data.train.subset(chosen)
     readable: Ints = np.arange(len(chosen))
-    reads_all = run.data.config.model.probe is True and training.pixels is not None
+    reads_all = data.config.model.probe is True and training.pixels is not None
     if run.uncut_model is not None and run.probe is not None and reads_all:
         # The probe was fitted on them, so that they are in the cache.
         features = run.compute_probe_features()[run.probe.probe.readout]

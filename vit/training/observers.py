@@ -113,9 +113,6 @@ class ProgressBar(Observer):
 
     def on_epoch(self, metrics: dict[str, Any], model: nn.Module) -> None:
         line = f"epoch {metrics['epoch']}  loss {metrics['train_loss']:.3f}"
-        # Validation is at the size of the data.
-        if "train_image_height" in metrics:
-            line += f" at {metrics['train_image_height']}×{metrics['train_image_width']} px"
         if metrics["val_loss"] is not None:
             name = next(name for name in _ACCURACIES if f"val_{name}" in metrics)
             line += (

@@ -2,7 +2,8 @@
 
 import dataclasses
 import math
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +12,22 @@ from vit.config import TrainConfig
 
 # In runs of fewer epochs, a change at the end of an epoch could come much too late.
 _MIN_EPOCHS = 4
+
+
+class Phase(NamedTuple):
+    """A part of a run whose batches and steps are of one kind.
+
+    Attributes:
+        end: Step before which it ends.
+        image_size: (height, width); None for the data's own size.
+        patch_drop_rate: Fraction of the patches that a step drops.
+        mixes: Mixup and cutmix are applied.
+    """
+
+    end: int
+    image_size: tuple[int, int] | None
+    patch_drop_rate: float
+    mixes: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,41 +61,21 @@ class TrainingPlan:
             return end
         return round(fraction * self.total_steps)
 
-    def find_change(self, step: int) -> int:
-        """Return the first step after `step` from which batches or steps are of another kind."""
-        rows = [*self.image_sizes, *(self.settings.patch_drop_rates or ()), (self.mix_until, True)]
-        ends = [self.find_end(until) for until, _ in rows]
-        return min((end for end in ends if end > step), default=self.total_steps)
-
-    def image_size(self, step: int) -> tuple[int, int] | None:
-        """Return the size (height, width) of step number `step`, counted from 0. None: the data's
-        own size."""
-        sizes = (size for until, size in self.image_sizes if step < self.find_end(until))
-        return next(sizes, None)
-
-    def patch_drop_rate(self, step: int) -> float:
-        """Return the fraction of the patches that step number `step` drops."""
+    def find_phase(self, step: int) -> Phase:
+        """Return the phase of step number `step`, counted from 0."""
         rates = self.settings.patch_drop_rates or ()
-        return next((rate for until, rate in rates if step < self.find_end(until)), 0.0)
+        mixing = [(self.mix_until, True)]
 
-    def mixes(self, step: int) -> bool:
-        """Return whether mixup and cutmix are applied in step number `step`."""
-        return step < self.find_end(self.mix_until)
+        def look_up(rows: Iterable[tuple[float, Any]], default: Any) -> Any:
+            return next((value for until, value in rows if step < self.find_end(until)), default)
 
-
-class Validation(NamedTuple):
-    """The measures on the validation images: mean cross-entropy; accuracy (with several labels an
-    image, that of all of them), F1 and mean average precision (of several labels) from 0 to 1, and
-    -1 where they are not known."""
-
-    loss: float
-    top1: float
-    macro_f1: float
-    map: float = -1.0
-
-
-# worse than all others
-NO_VALIDATION = Validation(loss=math.inf, top1=-1.0, macro_f1=-1.0)
+        ends = [self.find_end(until) for until, _ in [*self.image_sizes, *rates, *mixing]]
+        return Phase(
+            min((end for end in ends if end > step), default=self.total_steps),
+            look_up(self.image_sizes, None),
+            look_up(rates, 0.0),
+            look_up(mixing, False),
+        )
 
 
 @dataclasses.dataclass
@@ -90,7 +87,7 @@ class Progress:
         step: Steps of the whole run so far.
         total_steps: Steps that fit into the time; None: those of the plan.
         best_step: Step of the best model; 0: there is no model yet, or that of before the first.
-        best: Measures of the best model.
+        best: Measures of the best model on the validation images, by name.
         epoch_sums: Sums over the current epoch, on the device until it ends: losses of finite
             steps, correct images, number of finite steps.
     """
@@ -100,7 +97,7 @@ class Progress:
     step: int = 0
     total_steps: int | None = None
     best_step: int = 0
-    best: Validation = NO_VALIDATION
+    best: dict[str, float] = dataclasses.field(default_factory=dict)
     elapsed_seconds: float = 0.0
     epoch_seconds: float = 0.0
     epoch_sums: Tensor = dataclasses.field(
@@ -110,7 +107,7 @@ class Progress:
     @property
     def has_model(self) -> bool:
         """True if a model was kept. With validation images, that of step 0 has measures."""
-        return self.best_step > 0 or self.best.top1 >= 0
+        return self.best_step > 0 or bool(self.best)
 
     def start_epoch(self) -> None:
         """Start the next epoch at zero."""
@@ -119,14 +116,17 @@ class Progress:
         self.epoch_seconds = 0.0
         self.epoch_sums.zero_()
 
-    def record_best(self, validation: Validation | None, *, select_by: str) -> bool:
+    def record_best(self, measures: dict[str, float] | None, *, select_by: str) -> bool:
         """Record the measures of a step if they are the best by `select_by`, and return whether
         they are. The smaller loss breaks ties. Without validation images the last step is the
         best."""
-        if validation is not None:
-            ranks = [(getattr(each, select_by), -each.loss) for each in (validation, self.best)]
-            if not ranks[0] > ranks[1]:  # nan is never the best
+        if measures is not None:
+            new, old = (
+                (values.get(select_by, -1.0), -values.get("loss", math.inf))
+                for values in (measures, self.best)
+            )
+            if not new > old:  # nan is never the best
                 return False
-            self.best = validation
+            self.best = measures
         self.best_step = self.step
         return True

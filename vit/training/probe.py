@@ -18,7 +18,7 @@ from vit.runtime.progress import show_progress
 from vit.training.data import TrainingData
 from vit.training.folds import assign_folds, list_always_trained
 from vit.training.learning_curve import measure_learning_curve
-from vit.training.linear_probe import LinearProbe, as_array, fit_probe
+from vit.training.linear_probe import LinearProbe, fit_probe
 from vit.training.model import set_up_training
 from vit.training.validation import build_predictor
 
@@ -84,7 +84,7 @@ def fit_to_data(
             )
             if measures_curve and not images.is_multilabel:
                 curve = measure_learning_curve(
-                    as_array(features, probe.readout),
+                    features[probe.readout].double().numpy(),
                     images.labels,
                     strength=probe.strength,
                     balanced=balanced,

@@ -47,25 +47,18 @@ def find_recipe(name: str | Path) -> Path:
 
     Raises:
         FileNotFoundError: There is neither; the error lists the recipes.
-        ValueError: It is a file of another kind.
     """
     # A path comes before a recipe of the same name.
     path = Path(name)
-    if path.is_file() and path.suffix.lower() not in ("", ".yaml", ".yml", ".json"):
-        raise ValueError(
-            f"{name} is neither a configuration (.yaml) nor a table of images (.csv, .tsv, .txt"
-            " or .jsonl); write such a table, or name the folder of the images"
-        )
-    recipe = _recipe_folder() / f"{name}.yaml"
-    if path.is_file() or path.suffix in (".yaml", ".yml"):
+    if path.suffix in (".yaml", ".yml") or (path.is_file() and path.suffix in ("", ".json")):
         return path
+    recipe = _recipe_folder() / f"{name}.yaml"
     if not recipe.is_file():
         known = list_recipes()
-        hint = suggest(name) or (
-            f"; packaged recipes: {', '.join(known)}; or name a folder of images"
-            f"{suggest(name, known)}"
+        hint = suggest(name) or f"{suggest(name, known)}; packaged recipes: {', '.join(known)}"
+        raise FileNotFoundError(
+            f"{name} is no configuration (.yaml), table or folder of images{hint}"
         )
-        raise FileNotFoundError(f"{name} does not exist{hint}")
     return recipe
 
 

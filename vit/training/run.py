@@ -2,7 +2,6 @@
 
 import math
 import os
-import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -335,7 +334,13 @@ def _compile(
     is measured for it, so that a resumed run decides as the interrupted one did."""
     compiles = config.train.compile is True
     if config.train.compile == "auto" and device.type == "cuda":
-        compiles = _is_worth_compiling(model, plan)
+        # Each parameter is multiplied with each token, and the backward pass costs twice the
+        # forward.
+        num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        num_tokens = math.prod(model.grid_size) + model.num_prefix_tokens
+        step_flops = 6 * num_parameters * num_tokens * plan.batch_size
+        num_forms = len(plan.image_sizes) or 1
+        compiles = step_flops * plan.total_steps / num_forms >= _WORTHWHILE_FLOPS
     if compiles:
         # torch's own choice is the folder for temporary files, which is emptied now and then.
         cache = (config.data.cache_dir or default_cache_dir()) / "compiled"
@@ -345,13 +350,3 @@ def _compile(
             # From the third size on, torch would make sizes symbols, which a CUDA graph can't have.
             block.compile(dynamic=False)
     return compiles
-
-
-def _is_worth_compiling(model: VisionTransformer, plan: TrainingPlan) -> bool:
-    # Each parameter is multiplied with each token, and the backward pass costs twice the forward.
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    num_tokens = math.prod(model.grid_size) + model.num_prefix_tokens
-    step_flops = 6 * num_parameters * num_tokens * plan.batch_size
-    pays = step_flops * plan.total_steps / (len(plan.image_sizes) or 1) >= _WORTHWHILE_FLOPS
-    compilers = (os.environ.get("CXX", "c++"), "g++", "clang++")
-    return pays and any(shutil.which(compiler) for compiler in compilers)

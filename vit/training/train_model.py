@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 from torch import nn
 
-from vit.config import list_overrides, values_to_save
+from vit.config import Config, list_overrides, values_to_save
 from vit.data.workers import Transform
 from vit.model.find_file import find_initial_weights
 from vit.runtime.arguments import check_kind
@@ -19,7 +19,7 @@ from vit.runtime.console import echo
 from vit.runtime.files import expand_home, format_json, write_atomically
 from vit.runtime.processes import join_processes
 from vit.runtime.signatures import check_arguments
-from vit.training.automatic import choose_config, find_device
+from vit.training.automatic import choose_config
 from vit.training.cross_validation import FOLDS_KEYS, check_folds, cross_validate_run
 from vit.training.data import build_dataset
 from vit.training.losses import Loss
@@ -148,6 +148,10 @@ def train(
     """
     _refuse_bootstrapping()
     started_at = time.perf_counter()
+    passing = "a recipe, YAML file, photos or sections; pass images from Python as dataset=…"
+    check_kind(config, (str, Path, Mapping, Config, NoneType), name="config", expected=passing)
+    texts = 'a list of texts, such as ["train.epochs=20"], or a dictionary'
+    check_kind(overrides, (list, tuple, Mapping), name="overrides", expected=texts)
     check_kind(model, (nn.Module, NoneType), name="model", expected="an object of an nn.Module")
     for callback in callbacks:
         expected = "an object of a subclass of vit.Observer"
@@ -181,7 +185,9 @@ def train(
     passed = [name for name, value in (("dataset", dataset), ("model", model)) if value is not None]
     resolved = resolve_config(config, directory, all_overrides, resume=resume, passed=passed)
     is_chosen = resolved is None
-    device = resolved.train.device if resolved else find_device(all_overrides)
+    device = str(all_overrides.get("train.device", "auto"))
+    if resolved is not None:
+        device = resolved.train.device
     # A dry run leaves a run that is there alone.
     resume = resume and not dry_run
     with ExitStack() as stack:
@@ -235,14 +241,12 @@ def train(
             if show_plan and process.is_main:
                 echo(sentence, err=True)
 
-    best = progress.best
-    is_multilabel = run.data.train.is_multilabel
     return TrainingResult(
         directory,
         steps=progress.step,
         seconds=progress.elapsed_seconds,
-        best_top1=best.top1 if best.top1 >= 0 and not is_multilabel else None,
-        best_map=best.map if best.map >= 0 and is_multilabel else None,
+        best_top1=progress.best.get("top1"),
+        best_map=progress.best.get("map"),
         num_validation=len(run.data.validation or ()),
         module=model,
         passed_images=run.data.splits if dataset is not None else None,

@@ -28,16 +28,15 @@ from vit.data.loader import Batch, TrainLoader
 from vit.data.random import seed_step
 from vit.runtime.arguments import first_line
 from vit.runtime.background_writer import BackgroundWriter
-from vit.runtime.numbers import format_percent
 from vit.runtime.processes import current_process
 from vit.training.checkpoint import CheckpointStore, serialize_state
 from vit.training.data import TrainingData
 from vit.training.identity import check_same_run, compute_run_id
 from vit.training.observers import LOG_EVERY_STEPS, Observer
-from vit.training.plan import Progress, TrainingPlan, Validation
+from vit.training.plan import Progress, TrainingPlan
 from vit.training.signals import TrainingInterrupted, stop_on_signals
 from vit.training.train_step import StepResult, TrainStep
-from vit.training.validation import validate
+from vit.training.validation import list_measures, validate
 
 # A run's speed is measured this number of times; a smaller change of its length is ignored.
 _NUM_SPEED_CHECKS = 10
@@ -53,8 +52,8 @@ class Trainer:
         observers: Observers of the run; in the main process only.
         identity: See `identify_run`.
         writer: Writes checkpoints and other files in the background.
-        keeps_first_model: Validate and write the model before it is trained, as the first best
-            model. It is set where the run starts from a probe.
+        keeps_first_model: The model before the training, a probe, is the first best model.
+        seconds_before: Seconds of `train.max_minutes` that passed before the training.
     """
 
     train_step: TrainStep
@@ -67,6 +66,7 @@ class Trainer:
     identity: dict[str, Any]
     writer: BackgroundWriter
     keeps_first_model: bool = False
+    seconds_before: float = 0.0
 
     def __post_init__(self) -> None:
         self.process = current_process()
@@ -78,8 +78,6 @@ class Trainer:
         self._started_at = 0.0
         # time at which this process began to train, and the run's step at that time
         self._speed_start = (0.0, 0)
-        # seconds of `train.max_minutes` that passed before the training
-        self.seconds_before = 0.0
         self._stop_requested = False
         self._signalled = False
         # step → whether it was finite; not read yet, because reading waits for the device
@@ -87,10 +85,8 @@ class Trainer:
         # step of the last checkpoint, and a future that is done when it is on disk
         self._saved_step: int | None = None
         self._saving: Future[None] | None = None
-        # measure of the validation images for the user, and the fraction of images that are right
-        self._measure, self._accuracy = "top1", "top1"
-        if self.data.train.is_multilabel:
-            self._measure, self._accuracy = "map", "exact_match"
+        # name of the fraction of images that are right
+        self._accuracy = list_measures(self.data)[0]
 
     def train(self) -> Progress:
         """Train to the end of the plan, or until an observer asks to stop.
@@ -141,15 +137,15 @@ class Trainer:
         return self.progress.step >= self.plan.total_steps
 
     def _keep_first_model(self) -> None:
-        """Validate and write the model as it is before the first step."""
+        """Validate and write the model before the first step."""
         model = self.train_step.averaged_model.eval()
         best = validate(self.data, model, self.train_step.device)
         if best is not None:
-            percent = format_percent(getattr(best, self._measure), len(self.data.train))
-            self._message(f"linear probe: {self._measure} {percent} on the validation images")
+            measures = ", ".join(f"{name} {value:.3f}" for name, value in best.items())
+            self._message(f"linear probe: {measures} on the validation images")
             # If a trained model is equally accurate it replaces the probe: with few images, and
             # with a loss that label smoothing has raised, the two can't be told apart.
-            best = best._replace(loss=math.inf)
+            best = best | {"loss": math.inf}
         self.progress.record_best(best, select_by=self.plan.settings.select_by)
         self.write_model(model, self.progress.step)
         self._save()
@@ -170,7 +166,7 @@ class Trainer:
             if self.plan.settings.patch_drop_rates:
                 # Only our models have it, as was checked when the run was built.
                 model = cast(Any, self.train_step.module)
-                model.patch_drop_rate = self.plan.patch_drop_rate(progress.step)
+                model.patch_drop_rate = self.plan.find_phase(progress.step).patch_drop_rate
             seed_step(self.plan.settings.seed, progress.step, self.process.rank)
             result = self.train_step(batch.images, batch.targets)
 
@@ -198,11 +194,12 @@ class Trainer:
         step = progress.step
         while step < self.plan.total_steps and step - first < len(self.train_batches):
             start = step
+            phase = self.plan.find_phase(start)
             batches: Any = self.train_batches.epoch(
                 progress.epoch,
                 start_step=step - first,
-                image_size=self.plan.image_size(step),
-                mix=self.plan.mixes(step),
+                image_size=phase.image_size,
+                mix=phase.mixes,
                 # Only the main process has observers; others name unreadable images, too.
                 on_warning=self._message if self.process.is_main else warnings.warn,
             )
@@ -210,16 +207,15 @@ class Trainer:
                 for batch in batches:
                     yield batch
                     step += 1
-                    if step >= self.plan.find_change(start):
+                    # anew, because the plan may have become shorter
+                    if step >= self.plan.find_phase(start).end:
                         break
 
     def _fit_length(self) -> None:
         """Fit the length of the run to its time at its speed so far, ten times a run and at most to
-        the full plan. A new length is saved at once, so that a resumed run goes on with it.
-
-        A plan that is much too long has no tenth within its time. Powers of two are therefore due,
-        too, once a tenth of the time has passed.
-        """
+        the full plan. A new length is saved at once, so that a resumed run goes on with it. A plan
+        that is much too long has no tenth within its time: powers of two are due, too, once a tenth
+        of the time has passed."""
         full_steps = self._full_plan.total_steps
         step = self.progress.step
         started_at, start_step = self._speed_start
@@ -256,35 +252,28 @@ class Trainer:
         """Evaluate, keep the best model, notify the observers, save."""
         progress = self.progress
         plan = self.plan
-        settings = plan.settings
         self._check_finite()
-
-        is_due = self._is_done() or (progress.epoch + 1) % settings.evaluate_every_epochs == 0
+        is_due = self._is_done() or (progress.epoch + 1) % plan.settings.evaluate_every_epochs == 0
         model = self.train_step.averaged_model.eval()
-        validation = validate(self.data, model, self.train_step.device) if is_due else None
+        measures = None
+        if is_due:
+            measures = validate(self.data, model, self.train_step.device)
 
         progress.elapsed_seconds = time.perf_counter() - self._started_at
         loss_sum, num_correct, num_finite = progress.epoch_sums.tolist()
-        fields = {"loss": "loss", self._accuracy: "top1", "macro_f1": "macro_f1"}
-        if self._measure == "map":
-            fields["map"] = "map"
+        known = measures or {}
         metrics = {
             "epoch": progress.epoch + 1,
             "step": progress.step,
             "train_loss": loss_sum / max(num_finite, 1),
             f"train_{self._accuracy}": num_correct / (progress.step_in_epoch * plan.batch_size),
-            **{f"val_{name}": getattr(validation, field, None) for name, field in fields.items()},
+            **{f"val_{name}": known.get(name) for name in ("loss", *list_measures(self.data))},
             **self._measure_speed(),
             "elapsed_seconds": progress.elapsed_seconds,
         }
-        # Validation is at the size of the data. A change of the training size bends its curve.
-        image_size = plan.image_size(progress.step - 1)
-        if image_size is not None:
-            metrics["train_image_height"], metrics["train_image_width"] = image_size
-        if is_due and progress.record_best(validation, select_by=settings.select_by):
+        if is_due and progress.record_best(measures, select_by=plan.settings.select_by):
             self.write_model(model, progress.step)
         self._notify("on_epoch", metrics, model)
-
         progress.start_epoch()
         if is_due or self._is_checkpoint_due():
             self._save()
@@ -304,16 +293,13 @@ class Trainer:
         if self._saving is not None:
             self._saving.result()
         checkpoint = {
-            # A plain tuple, because a checkpoint holds no classes.
-            "progress": vars(progress) | {"best": tuple(progress.best)},
+            "progress": vars(progress),
             "state": self.train_step.state_dict(),
             "identity": {"run_id": self.run_id, "settings": self.identity},
         }
+        content = serialize_state(checkpoint)
         save = partial(
-            self.checkpoints.save,
-            serialize_state(checkpoint),
-            step=progress.step,
-            best_step=progress.best_step,
+            self.checkpoints.save, content, step=progress.step, best_step=progress.best_step
         )
         self._saving = self.writer.submit(save)
         self._saved_step = progress.step
@@ -337,7 +323,7 @@ class Trainer:
         progress = values["progress"]
         origin = f"the checkpoint of step {progress['step']}"
         check_same_run(self.identity, values["identity"]["settings"], origin=origin)
-        self.progress = Progress(**progress | {"best": Validation(*progress["best"])})
+        self.progress = Progress(**progress)
         self._saved_step = self.progress.step
         if self.progress.total_steps is not None:
             self._set_length(self.progress.total_steps)
@@ -391,16 +377,16 @@ class Trainer:
             return
         # With one tensor the host waits for the device once.
         flags = torch.stack(list(self._unchecked.values())).tolist()
-        steps = [
-            step for step, is_finite in zip(self._unchecked, flags, strict=True) if not is_finite
+        bad_steps = [
+            step for step, finite in zip(self._unchecked, flags, strict=True) if not finite
         ]
         self._unchecked.clear()
-        if steps:
+        if bad_steps:
             kept = "there is no checkpoint yet"
             if self._saved_step is not None:
                 kept = f"the checkpoint of step {self._saved_step} is kept"
             raise ValueError(
-                f"step {steps[0]}: the loss or a gradient is not finite, and {kept}; lower"
+                f"step {bad_steps[0]}: the loss or a gradient is not finite, and {kept}; lower"
                 " optimizer.lr or set train.clip_grad, and look for a logarithm or a division in a"
                 " loss of your own"
             )

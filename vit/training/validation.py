@@ -8,7 +8,6 @@ from vit.prediction.predictor import BatchPredictor, choose_batch_size
 from vit.prediction.probabilities import Float32s
 from vit.runtime.device import choose_precision
 from vit.training.data import TrainingData
-from vit.training.plan import Validation
 
 
 def build_predictor(
@@ -35,13 +34,18 @@ def predict_validation(data: TrainingData, model: nn.Module, device: torch.devic
     )
 
 
-def validate(data: TrainingData, model: nn.Module, device: torch.device) -> Validation | None:
+def list_measures(data: TrainingData) -> tuple[str, ...]:
+    """Return the names of what is measured beside the loss; first the fraction of images that are
+    right."""
+    if data.train.is_multilabel:
+        return ("exact_match", "macro_f1", "map")
+    return ("top1", "macro_f1")
+
+
+def validate(data: TrainingData, model: nn.Module, device: torch.device) -> dict[str, float] | None:
     """Measure a model on the validation images; None without any. All processes call it."""
     if data.validation is None:
         return None
     scores = score_logits(predict_validation(data, model, device), data.validation.labels)
     metrics = compute_metrics(scores)
-    macro_f1 = metrics["macro_f1"]
-    if scores.is_multilabel:
-        return Validation(metrics["loss"], metrics["exact_match"], macro_f1, metrics["map"])
-    return Validation(float(scores.loss.mean()), float(scores.correct.mean()), macro_f1)
+    return {name: metrics[name] for name in ("loss", *list_measures(data))}
