@@ -89,14 +89,19 @@ def set_up_training(config: Config, model: VisionTransformer) -> None:
 def check_user_model(config: Config, model: nn.Module, *, num_classes: int) -> None:
     """Raise ValueError where a model from Python doesn't map images of the configured size to
     logits of the classes."""
+    name = type(model).__name__
+    if config.train.patch_drop_rates and not hasattr(model, "patch_drop_rate"):
+        raise ValueError(f"train.patch_drop_rates is for vit's own models, and {name} is not one")
     images = torch.zeros(2, 3, *config.data.size, device=next(model.parameters()).device)
     try:
         with torch.no_grad():
-            shape: object = describe_shape(model.eval()(images))
+            shape = describe_shape(model.eval()(images))
     except Exception as error:  # a module may raise anything for images of another size
-        shape = first_line(error)
+        raise ValueError(
+            f"{name} does not take images {list(images.shape)} ({first_line(error)}); "
+            "set data.image_size to the size that it was built for"
+        ) from error
     if shape != [2, num_classes]:
         raise ValueError(
-            f"{type(model).__name__} makes {shape} of images {list(images.shape)}, not logits"
-            f" [2, {num_classes}]; data.image_size is the size that it gets"
+            f"{name} makes {shape} of images {list(images.shape)}, not logits [2, {num_classes}]"
         )
