@@ -11,7 +11,6 @@ from torch import Tensor
 from vit.data.augment import (
     Augmentation,
     AugmentParams,
-    Mixing,
     color_and_normalize,
     mix_batch,
     sample_beta,
@@ -125,7 +124,7 @@ def mixed(
 
 
 def test_mixup_blends_neighbours_and_targets_by_the_same_weight() -> None:
-    images, labels, out, targets = mixed(Augmentation(mixing=Mixing(mixup=0.8)))
+    images, labels, out, targets = mixed(Augmentation(mixup=0.8))
     for index in range(400):
         partner = index ^ 1
         weight = targets[index, labels[index]].item()
@@ -137,7 +136,7 @@ def test_mixup_blends_neighbours_and_targets_by_the_same_weight() -> None:
 
 
 def test_cutmix_weights_are_the_pixel_counts() -> None:
-    images, labels, out, targets = mixed(Augmentation(mixing=Mixing(cutmix=1.0)))
+    images, labels, out, targets = mixed(Augmentation(cutmix=1.0))
     for index in range(400):
         own = (out[index] == images[index]).all(0)
         other = (out[index] == images[index ^ 1]).all(0)

@@ -12,9 +12,7 @@ from PIL import Image
 from tests.data.augments import AUGMENTS, PREPROCESS, build_loader
 from tests.runtime.conftest import Count, Counter, Meter
 from vit.data.cache import decode_dataset
-from vit.data.crop import Crop
 from vit.data.dataset import ImageDataset
-from vit.data.gather import choose_stored
 from vit.data.loader import Batch
 from vit.data.open import open_dataset
 
@@ -34,12 +32,7 @@ def datasets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ImageDataset
         {"cache_dir": root / "cache", "progress": False},
     )
     resident = decode_dataset(source, size=PREPROCESS.resize_size, **options)
-    found = {"resident": resident, "workers": source}
-    for kind, crop in (("cached", Crop()), ("cached whole", AUGMENTS["resized crop"].crop)):
-        stored = choose_stored(PREPROCESS, crop)
-        size = stored.resize_size
-        found[kind] = decode_dataset(source, size=size, preprocess=stored, **options)
-    return found
+    return {"resident": resident, "cached": resident, "workers": source}
 
 
 def read(
@@ -56,9 +49,7 @@ def read(
         "preprocess": PREPROCESS,
     }
     options |= {"workers": 0} | changes
-    if kind == "cached":
-        options["gathers"] = True
-        kind = "cached whole" if options["augment"].crop.scale else kind
+    options["is_resident"] = kind == "resident"
     loader, batches = build_loader(datasets[kind], **options), []
     for epoch, size in ((0, None), (1, (8, 12))):
         for batch in loader.epoch(epoch, image_size=size):

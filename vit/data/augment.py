@@ -24,23 +24,77 @@ class MixParams(NamedTuple):
     boxes: Boxes
 
 
+class AugmentParams(NamedTuple):
+    """Sampled parameters of each sample of a batch; None where an augmentation is off."""
+
+    crop: CropParams
+    # brightness, contrast, saturation
+    color_factors: Float[Tensor, "3 B"] | None
+    # boxes of cutout
+    erased_boxes: Boxes | None
+    mix: MixParams | None
+
+
 @dataclass(frozen=True)
-class Mixing:
-    """How samples are mixed. With both kinds, each sample gets one of them at random.
+class Augmentation:
+    """Augmentation of training images, drawn for every sample and epoch.
 
     Args:
+        crop: Crop and flip.
+        color_jitter: Largest relative change of brightness, contrast and saturation.
+        cutout: Side in pixels of the square that cutout (DeVries & Taylor 2017) erases.
         mixup: Alpha of the Beta distribution of mixup's weights; 0 is off.
-        cutmix: Alpha of the Beta distribution of cutmix's areas; 0 is off.
+        cutmix: Alpha of the Beta distribution of cutmix's areas; 0 is off. With mixup, too, each
+            sample gets one of them at random.
     """
 
+    crop: Crop = field(default_factory=Crop)
+    color_jitter: float = 0.0
+    cutout: int = 0
     mixup: float = 0.0
     cutmix: float = 0.0
 
-    def __bool__(self) -> bool:
+    @property
+    def is_mixing(self) -> bool:
+        """True if samples are mixed with their neighbours."""
         return bool(self.mixup or self.cutmix)
 
-    def sample(self, rng: StatelessRandom, size: tuple[int, int]) -> MixParams:
-        """Sample the mixtures of images whose height and width are `size`."""
+    def sample(
+        self,
+        rng: StatelessRandom,
+        *,
+        stored_size: tuple[int, int],
+        size: tuple[int, int],
+        full_height: int,
+        mix: bool,
+    ) -> AugmentParams:
+        """Sample all parameters of a batch, on the host.
+
+        Args:
+            rng: Random numbers of the batch's samples; with the sizes, they alone decide.
+            stored_size: Height and width of the images before they are cropped.
+            size: Height and width of the images that the model gets.
+            full_height: Height for which `cutout` is meant; a schedule may train on smaller images.
+            mix: Apply mixup and cutmix.
+        """
+        color_factors = None
+        if self.color_jitter:
+            streams = ("brightness", "contrast", "saturation")
+            deviations = [2 * rng.uniform(stream) - 1 for stream in streams]
+            color_factors = (1 + self.color_jitter * torch.stack(deviations)).clamp(min=0)
+        erased_boxes = None
+        if self.cutout:
+            side = round(self.cutout * size[0] / full_height)
+            sides = torch.full_like(rng.sample_ids, side)
+            erased_boxes = sample_centred_boxes(rng, "cutout", size, sides, sides)
+        return AugmentParams(
+            crop=self.crop.sample(rng, stored_size),
+            color_factors=color_factors,
+            erased_boxes=erased_boxes,
+            mix=self._sample_mix(rng, size) if mix and self.is_mixing else None,
+        )
+
+    def _sample_mix(self, rng: StatelessRandom, size: tuple[int, int]) -> MixParams:
         count = len(rng.sample_ids)
         is_cutmix = torch.full((count,), self.cutmix > 0)
         if self.mixup and self.cutmix:
@@ -58,6 +112,23 @@ class Mixing:
             cutmix_boxes = sample_centred_boxes(rng, "cutmix", size, box_height, box_width)
             boxes = torch.where(is_cutmix[:, None], cutmix_boxes, boxes)
         return MixParams(weight, boxes)
+
+
+def sample_beta(rng: StatelessRandom, stream: str, alpha: float) -> Float[Tensor, " B"]:
+    """Sample Beta(alpha, alpha) by its quantile function, tabulated."""
+    table = _beta_quantiles(alpha)
+    position = rng.uniform(stream).double() * (len(table) - 1)
+    below = position.long()
+    return torch.lerp(table[below], table[below + 1], position - below).float()
+
+
+@cache
+def _beta_quantiles(alpha: float) -> Float[Tensor, " q"]:
+    # scipy takes long to import
+    from scipy.special import betaincinv
+
+    probabilities = torch.linspace(0, 1, 4097, dtype=torch.float64)
+    return torch.from_numpy(betaincinv(alpha, alpha, probabilities.numpy()))
 
 
 def mix_batch(
@@ -86,90 +157,6 @@ def mix_batch(
     return mixed, weight * targets + (1 - weight) * targets[partner]
 
 
-def sample_beta(rng: StatelessRandom, stream: str, alpha: float) -> Float[Tensor, " B"]:
-    """Sample Beta(alpha, alpha) by its quantile function, tabulated."""
-    table = _beta_quantiles(alpha)
-    position = rng.uniform(stream).double() * (len(table) - 1)
-    below = position.long()
-    return torch.lerp(table[below], table[below + 1], position - below).float()
-
-
-@cache
-def _beta_quantiles(alpha: float) -> Float[Tensor, " q"]:
-    # scipy takes long to import
-    from scipy.special import betaincinv
-
-    probabilities = torch.linspace(0, 1, 4097, dtype=torch.float64)
-    return torch.from_numpy(betaincinv(alpha, alpha, probabilities.numpy()))
-
-
-class AugmentParams(NamedTuple):
-    """Sampled parameters of each sample of a batch; None where an augmentation is off."""
-
-    crop: CropParams
-    # brightness, contrast, saturation
-    color_factors: Float[Tensor, "3 B"] | None
-    # boxes of cutout
-    erased_boxes: Boxes | None
-    mix: MixParams | None
-
-
-@dataclass(frozen=True)
-class Augmentation:
-    """Augmentation of training images, drawn for every sample and epoch.
-
-    Args:
-        crop: Crop and flip.
-        color_jitter: Largest relative change of brightness, contrast and saturation.
-        cutout: Side in pixels of the square that cutout (DeVries & Taylor 2017) erases.
-        mixing: Mixup and cutmix.
-    """
-
-    crop: Crop = field(default_factory=Crop)
-    color_jitter: float = 0.0
-    cutout: int = 0
-    mixing: Mixing = field(default_factory=Mixing)
-
-    def sample(
-        self,
-        rng: StatelessRandom,
-        *,
-        stored_size: tuple[int, int],
-        size: tuple[int, int],
-        full_height: int,
-        mix: bool,
-        full_sizes: Int64[Tensor, "2 B"] | None = None,
-    ) -> AugmentParams:
-        """Sample all parameters of a batch, on the host.
-
-        Args:
-            rng: Random numbers of the batch's samples; with the sizes, they alone decide.
-            stored_size: Height and width of the images before they are cropped.
-            size: Height and width of the images that the model gets.
-            full_height: Height for which `cutout` is meant; a schedule may train on smaller images.
-            mix: Apply mixup and cutmix.
-            full_sizes: See `Crop.sample`.
-        """
-        color_factors = None
-        if self.color_jitter:
-            streams = ("brightness", "contrast", "saturation")
-            deviations = [2 * rng.uniform(stream) - 1 for stream in streams]
-            color_factors = (1 + self.color_jitter * torch.stack(deviations)).clamp(min=0)
-
-        erased_boxes = None
-        if self.cutout:
-            side = round(self.cutout * size[0] / full_height)
-            sides = torch.full_like(rng.sample_ids, side)
-            erased_boxes = sample_centred_boxes(rng, "cutout", size, sides, sides)
-
-        return AugmentParams(
-            crop=self.crop.sample(rng, stored_size, full_sizes),
-            color_factors=color_factors,
-            erased_boxes=erased_boxes,
-            mix=self.mixing.sample(rng, size) if mix and self.mixing else None,
-        )
-
-
 def color_and_normalize(
     pixels: Tensor, params: AugmentParams, *, preprocess: Preprocess, size: tuple[int, int]
 ) -> Float[Tensor, "B 3 H W"]:
@@ -178,7 +165,6 @@ def color_and_normalize(
         pixels = pixels.permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format)
     if pixels.shape[-2:] != size:
         pixels = F.interpolate(pixels, size, mode="bilinear", antialias=True)
-
     if params.color_factors is not None:
         pixels = jitter_colors(pixels, params.color_factors)
 
@@ -206,10 +192,10 @@ def jitter_colors(images: Images, factors: Float[Tensor, "3 B"]) -> Images:
 
 def to_grey(images: Images) -> Float[Tensor, "B 1 H W"]:
     """Compute luma by ITU-R 601-2, as torchvision does."""
-    return torch.einsum("bchw,c->bhw", images, _luma_weights(images.device, images.dtype))[:, None]
+    return torch.einsum("bchw,c->bhw", images, _luma_weights(images.device))[:, None]
 
 
 # cached, because each call would copy them to the device
 @lru_cache
-def _luma_weights(device: torch.device, dtype: torch.dtype) -> Tensor:
-    return torch.tensor((0.2989, 0.587, 0.114), device=device, dtype=dtype)
+def _luma_weights(device: torch.device) -> Tensor:
+    return torch.tensor((0.2989, 0.587, 0.114), device=device)

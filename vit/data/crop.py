@@ -1,8 +1,7 @@
-"""Crops and flips of a batch, and boxes to erase or to mix: each sample has its own."""
+"""Crops and flips of a batch: each sample has its own. Also boxes that are erased or mixed."""
 
 import math
 from dataclasses import dataclass, replace
-from random import Random
 from typing import Literal, NamedTuple
 
 import torch
@@ -45,78 +44,48 @@ class Crop:
     scale: tuple[float, float] | None = None
     flip: Flip = "none"
 
-    def sample(
-        self,
-        rng: StatelessRandom,
-        stored_size: tuple[int, int],
-        full_sizes: Int64[Tensor, "2 B"] | None = None,
-    ) -> CropParams:
-        """Sample the crops of images whose height and width are `stored_size`. With `full_sizes`,
-        the width and height of full-size images that are stored whole, crops are of these."""
+    def sample(self, rng: StatelessRandom, stored_size: tuple[int, int]) -> CropParams:
+        """Sample the crops of images whose height and width are `stored_size`."""
         boxes = None
-        height, width = stored_size
-        if self.scale is not None and full_sizes is not None:
-            parts = [
-                self.sample_part(seed, (full_height, full_width), shape=width / height)
-                for seed, full_width, full_height in zip(
-                    self.sample_seeds(rng), *full_sizes.tolist(), strict=True
-                )
-            ]
-            # in float64, the same on every machine
-            pixels = torch.tensor([[width], [height]], dtype=torch.float64) / full_sizes
-            boxes = (torch.tensor(parts) * pixels.repeat(2, 1).T).float()
-        elif self.scale is not None:
-            boxes = self._sample_boxes(rng, height, width)
-
+        if self.scale is not None:
+            height, width = stored_size
+            boxes = self.place(self.sample_places(rng), stored_size, shape=width / height)
         # without padding they are 0, and the crop is the centre
         below = 2 * self.padding + 1
         shifts = [rng.integers(f"crop {axis}", below=below) - self.padding for axis in "yx"]
         return CropParams(self.sample_flips(rng), torch.stack(shifts), boxes)
 
-    def _sample_boxes(self, rng: StatelessRandom, height: int, width: int) -> Float[Tensor, "B 4"]:
-        """Sample boxes of whole pixels anywhere inside the image, in the image's shape."""
-        assert self.scale is not None
-        low, high = self.scale
-        # in float64: the boxes are rounded to whole pixels, the same on every machine
-        areas = height * width * (low + (high - low) * rng.uniform("crop area").double())
-        log_low, log_high = (math.log(aspect * (width / height)) for aspect in CROP_ASPECTS)
-        position = rng.uniform("crop aspect").double()
-        aspects = torch.exp(log_low + (log_high - log_low) * position)
-        box_width = (areas * aspects).sqrt().round().clamp(1, width)
-        box_height = (areas / aspects).sqrt().round().clamp(1, height)
-        left = (rng.uniform("crop x") * (width - box_width + 1)).floor()
-        top = (rng.uniform("crop y") * (height - box_height + 1)).floor()
-        return torch.stack([left, top, left + box_width, top + box_height], dim=1).float()
+    def sample_places(self, rng: StatelessRandom) -> Float[Tensor, "4 B"]:
+        """Sample area, aspect, horizontal and vertical place of random crops, each from 0 to 1."""
+        return torch.stack([rng.uniform(f"crop {name}") for name in ("area", "aspect", "x", "y")])
 
-    def sample_seeds(self, rng: StatelessRandom) -> list[int]:
-        """Sample the seeds of `sample_part`."""
-        return rng.integers("albumentations", below=2**31 - 1).tolist()
+    def place(
+        self, places: Float[Tensor, "4 B"], size: tuple[int, int], *, shape: float
+    ) -> Float[Tensor, "B 4"]:
+        """Compute random crops of whole pixels.
 
-    def sample_part(
-        self, seed: int, size: tuple[int, int], *, shape: float
-    ) -> tuple[int, int, int, int]:
-        """Sample the part (left, top, right, bottom) of a full-size image of `size` (height,
-        width), with the numbers of RandomResizedCrop of albumentations 2.0.8. The `shape` is the
-        width / height of the model's input."""
+        Args:
+            places: See `sample_places`.
+            size: Height and width of the images.
+            shape: Width / height of the model's input.
+        """
         assert self.scale is not None
         height, width = size
-        low, high = (aspect * shape for aspect in CROP_ASPECTS)
-        least, most = (fraction * (height * width) for fraction in self.scale)
-        random = Random(seed)
-        for _ in range(10):
-            area = random.uniform(least, most)
-            aspect = math.exp(random.uniform(math.log(low), math.log(high)))
-            part_width = round(math.sqrt(area * aspect))
-            part_height = round(math.sqrt(area / aspect))
-            if 0 < part_width <= width and 0 < part_height <= height:
-                top = int((height - part_height + 1) * random.random())
-                left = int((width - part_width + 1) * random.random())
-                return left, top, left + part_width, top + part_height
-        # the largest part in the centre
-        part_width = min(width, round(height * high))
-        part_height = min(height, round(width / low))
-        left, top = (width - part_width) // 2, (height - part_height) // 2
-        return left, top, left + part_width, top + part_height
+        low, high = self.scale
+        # in float64: the boxes are rounded to whole pixels, the same on every machine
+        area, aspect, x, y = places.double()
+        areas = height * width * (low + (high - low) * area)
+        log_low, log_high = (math.log(aspect * shape) for aspect in CROP_ASPECTS)
+        aspects = torch.exp(log_low + (log_high - log_low) * aspect)
+        box_width = (areas * aspects).sqrt().clamp(max=width)
+        box_height = (areas / aspects).sqrt().clamp(max=height)
+        # an image in another shape than the input's isn't distorted any further
+        widest, highest = box_height * math.exp(log_high), box_width / math.exp(log_low)
+        box_width = box_width.minimum(widest).round().clamp(min=1)
+        box_height = box_height.minimum(highest).round().clamp(min=1)
+        left = (x * (width - box_width + 1)).floor()
+        top = (y * (height - box_height + 1)).floor()
+        return torch.stack([left, top, left + box_width, top + box_height], dim=1).float()
 
     def sample_flips(self, rng: StatelessRandom) -> Bool[Tensor, " B"]:
         """Sample which images are flipped."""

@@ -25,8 +25,8 @@ _MAX_NAMED = 10
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ImageDataset:
-    """Labelled images of one split. `vit.data.cache.decode_dataset` adds the pixels, hashes and sizes
-    of all images, and leaves out unreadable images."""
+    """Labelled images of one split. `vit.data.cache.decode_dataset` adds the pixels and hashes of
+    all images, and leaves out unreadable images."""
 
     name: str
     split: str = "all"
@@ -45,8 +45,6 @@ class ImageDataset:
     pixels: np.ndarray | None = None
     # uint64 [2, n], see `vit.data.duplicates`; None: not known
     hashes: np.ndarray | None = None
-    # int32 [2, n], width and height of the full-size images; None: not known
-    sizes: np.ndarray | None = None
     # (id, reason) of the images that were left out
     unreadable: Sequence[tuple[str, str]] = ()
     # reads a column of the table that lists the images: id → value; ValueError: there is none
@@ -141,7 +139,6 @@ class ImageDataset:
             groups=None if self.groups is None else [self.groups[index] for index in chosen],
             pixels=None if self.pixels is None else self.pixels[chosen],
             hashes=None if self.hashes is None else self.hashes[:, chosen],
-            sizes=None if self.sizes is None else self.sizes[:, chosen],
         )
 
 

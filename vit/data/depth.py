@@ -46,9 +46,9 @@ def find_extremes(values: np.ndarray) -> tuple[float, float]:
     return (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
 
 
-def is_deep(image: Image.Image) -> bool:
+def is_deep(image: Any) -> bool:
     """Return true for more than 8 bits a channel; for colours only before the file is decoded."""
-    return image.mode.startswith("I") or image.mode == "F" or _has_deep_colours(image)
+    return image.mode == "F" or image.mode.startswith("I") or _has_deep_colours(image)
 
 
 def read_deep(image: Any) -> DeepImage:
@@ -68,10 +68,10 @@ def read_deep(image: Any) -> DeepImage:
             raise ValueError("its colours of 16 bits are damaged")
         # from blue, green, red
         return DeepImage(np.ascontiguousarray(colours[..., ::-1]))
-    tags = getattr(image, "tag_v2", {})
     values = np.asarray(ImageOps.exif_transpose(image))
     values = values.astype(values.dtype.newbyteorder("="))
-    # Pillow's pixels are signed
+    # Pillow's pixels of 32 bits are signed, also those of a TIFF whose tags say otherwise
+    tags = getattr(image, "tag_v2", {})
     if tags.get(_BITS_PER_SAMPLE) == (32,) and tags.get(_SAMPLE_FORMAT, (1,)) == (1,):
         values = values.view(np.uint32)
     return DeepImage(values)
@@ -79,6 +79,6 @@ def read_deep(image: Any) -> DeepImage:
 
 def _has_deep_colours(image: Any) -> bool:
     """Return true for colours of 16 bits without transparency, in a file that isn't decoded yet."""
-    tiles = getattr(image, "tile", None) or ()
     # the order of bytes in the file, such as "RGB;16B"
+    tiles = getattr(image, "tile", ())
     return image.mode == "RGB" and any("RGB;16" in str(tile.args) for tile in tiles)

@@ -55,12 +55,9 @@ def read_dicom(file: BinaryIO, check_size: Callable[[tuple[int, int]], None]) ->
 
     slope = float(dataset.get("RescaleSlope") or 1)
     intercept = float(dataset.get("RescaleIntercept") or 0)
-    values = stored.astype(np.int32)
-    if slope.is_integer() and intercept.is_integer():
-        values = values * int(slope) + int(intercept)
-    else:
-        values = (values * slope + intercept).astype(np.float32)
-    # the smallest and the largest stored value, then those of the window
+    is_whole = slope.is_integer() and intercept.is_integer()
+    values = (stored * slope + intercept).astype(np.int32 if is_whole else np.float32)
+    # the smallest and the largest value that could be stored, or those of the first window
     least = -(2 ** (dataset.BitsStored - 1)) if dataset.PixelRepresentation else 0
     ends = [least * slope + intercept, (least + 2**dataset.BitsStored - 1) * slope + intercept]
     # one number, or several windows

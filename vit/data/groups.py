@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
-from vit.data.cache import Contents, read_contents
+from vit.data.cache import read_digests
 from vit.data.dataset import ImageDataset
 from vit.data.duplicates import compute_dhash, find_pairs, hash_pixels
 from vit.data.images import DeepImage
@@ -113,28 +113,26 @@ def hash_quickly(dataset: ImageDataset, cache_dir: Path) -> np.ndarray:
     name = hash_bytes(f"{dataset.name} {dataset.reader.place}".encode(errors="replace"))
     path = cache_dir / "copies" / f"{name:016x}.npz"
     stored = open_cached(path, lambda: read_arrays(path))
-    known = None
+    contents = read_digests(dataset.reader, cache_dir)
+    digests = contents.tolist()
     hash_of: dict[int, Sequence[int]] = {}
     if stored:
-        known = Contents(stored["digests"], stored["stats"])
         pairs = zip(stored["digests"].tolist(), stored["hashes"].T.tolist(), strict=True)
         # zero: there were too many images
         hash_of = {digest: each for digest, each in pairs if each[0]}
-    contents = read_contents(dataset.reader, known)
-    digests = contents.digests.tolist()
     are_compared = len(digests) <= MAX_COMPARED
     missing = [index for index, each in enumerate(digests) if are_compared and each not in hash_of]
     with ThreadPoolExecutor() as pool:
         found = pool.map(hash_image, missing)
         hash_of |= {digests[index]: each for index, each in zip(missing, found, strict=True)}
     hashes = np.array([hash_of.get(digest, (0, 0)) for digest in digests], dtype=np.uint64).T
-    facts = {"digests": contents.digests, "stats": contents.stats, "hashes": hashes}
+    facts = {"digests": contents, "hashes": hashes}
     if not stored or any(not np.array_equal(stored[key], facts[key]) for key in facts):
         # a cache that can't be written costs time alone
         with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             write_arrays(path, facts)
-    return hashes if are_compared else np.stack([contents.digests, np.zeros_like(hashes[1])])
+    return hashes if are_compared else np.stack([contents, np.zeros_like(hashes[1])])
 
 
 def join_duplicates(

@@ -1,6 +1,5 @@
 """Image files and images from Python: list them, and decode them to upright RGB pixels."""
 
-import io
 import os
 import re
 import warnings
@@ -18,7 +17,6 @@ from vit.data.depth import is_deep, read_deep
 from vit.data.dicom import DICOM_SUFFIX, has_dicom, is_dicom, read_dicom
 from vit.data.python_images import convert_pixels, iterate_images
 from vit.runtime.drive import DRIVE_ERRORS, report_drive
-from vit.runtime.places import is_archive
 
 # Pillow warns about odd metadata and large images; neither changes the pixels. For the whole
 # process: `catch_warnings` in a thread that decodes would take the other threads' warnings, too.
@@ -32,7 +30,7 @@ IMAGE_SUFFIXES = (
 HEIF_SUFFIXES = (".heic", ".heif")
 HEIF_HINT = "pip install '.[heic]' in the clone of vit reads .heic"
 # formats that Pillow may open, whatever a file's name is: some of its other formats start programs
-IMAGE_FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+IMAGE_FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP", "HEIF")
 # between the name of a file and the reason
 UNREADABLE = " can't be read as an image: "
 # folders that NAS, file managers, operating systems and archives make; in small letters
@@ -40,13 +38,8 @@ _SYSTEM_FOLDERS = (
     *("@eadir", "@recycle", "@tmp", "@thumb", "#recycle", "#snapshot", "$recycle.bin", "__macosx"),
     *("__pycache__", "lost+found", "recycler", "system volume information", "thumbnails"),
 )
-
 # a small file may hold very many pixels
 _MAX_PIXELS = 100_000_000
-# JPEG's own limit: a line of millions of pixels takes five times the memory of a square
-_MAX_SIDE = 65_535
-# pixels that are converted at once
-_BAND_PIXELS = 2**22
 
 
 @cache
@@ -87,8 +80,7 @@ def read_image(
             their size, down to an eighth, in less time. None decodes the full size.
 
     Raises:
-        ValueError: The file is truncated, is not an image, has more than 100 million pixels or more
-            than 65,535 a side.
+        ValueError: The file is truncated, is not an image, or has more than 100 million pixels.
         FileNotFoundError: There is no such file.
         DriveError: Its drive doesn't answer.
     """
@@ -99,27 +91,19 @@ def read_image(
         except IsADirectoryError as error:
             text = "is a folder that holds no images, or can't be read"
             raise ValueError(f"{file} {text}") from error
-
-    formats = [*IMAGE_FORMATS, "HEIF"] if has_heif() else [*IMAGE_FORMATS]
     try:
         if is_dicom(file):
             return read_dicom(file, check_size)
-        with Image.open(file, formats=formats) as image:
+        with Image.open(file, formats=IMAGE_FORMATS[: None if has_heif() else -1]) as image:
             check_size(image.size)
             if draft_side is not None:
                 image.draft("RGB", (draft_side, draft_side))
-            tags = getattr(image, "tag_v2", {})
-            # PlanarConfiguration and BitsPerSample: Pillow reads wrong values
-            if tags.get(284) == 2 and max(tags[258]) > 8:
-                raise ValueError("its bands of 16 bits lie one after the other; save it as PNG")
             if not is_deep(image):
                 image.load()
                 ImageOps.exif_transpose(image, in_place=True)
             return to_rgb(image)
     except UnidentifiedImageError as error:
-        reason = f"it is not one of {', '.join(formats)}"
-        if not has_heif():
-            reason += f"; {HEIF_HINT}"
+        reason = f"it is not one of {', '.join(IMAGE_FORMATS)} ({HEIF_HINT})"
         raise ValueError(f"{name}{UNREADABLE}{reason}") from error
     except Exception as error:
         if getattr(error, "errno", None) in DRIVE_ERRORS:
@@ -129,42 +113,11 @@ def read_image(
         raise ValueError(f"{name}{UNREADABLE}{text or type(error).__name__}") from error
 
 
-def read_pixels(file: Path | BinaryIO, *, name: str = "image") -> Image.Image | np.ndarray:
-    """Decode an image file as `read_image` does; a plain JPEG file in less time, by OpenCV, to an
-    array [H, W, 3] of the same pixels.
-
-    Raises the errors of `read_image`.
-    """
-    # for broken bytes, Pillow raises errors of nearly any type; `read_image` names the fault
-    with suppress(Exception):
-        content = file.read_bytes() if isinstance(file, Path) else file.read()
-        # OpenCV also decodes files that are damaged or cut short
-        if content.startswith(b"\xff\xd8") and content.endswith(b"\xff\xd9"):
-            opened = io.BytesIO(content)
-            image = Image.open(opened, formats=("JPEG",))
-            check_size(image.size)
-            # Pillow has read up to the scan, in which 0 or a restart marker follows on 0xFF
-            is_whole = not re.search(rb"\xff[^\0\xd0-\xd7]", content[opened.tell() : -1])
-            is_upright = image.getexif().get(ExifTags.Base.Orientation, 1) == 1
-            if image.format == "JPEG" and image.mode in ("RGB", "L") and is_upright and is_whole:
-                # takes long to import
-                import cv2
-
-                flags = cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION
-                pixels = cv2.imdecode(np.frombuffer(content, np.uint8), flags)
-                # None for broken bytes
-                if pixels is not None:
-                    return np.asarray(pixels)
-    return read_image(file, name=name)
-
-
 def check_size(size: tuple[int, int]) -> None:
     """Raise ValueError if an image of this width and height would take too much memory."""
-    if size[0] * size[1] > _MAX_PIXELS or max(size) > _MAX_SIDE:
-        raise ValueError(
-            f"it has {size[0]:,} x {size[1]:,} pixels, more than {_MAX_PIXELS:,}, or than"
-            f" {_MAX_SIDE:,} a side; reduce or divide it"
-        )
+    if size[0] * size[1] > _MAX_PIXELS:
+        text = f"it has {size[0]:,} x {size[1]:,} pixels, more than {_MAX_PIXELS:,}"
+        raise ValueError(f"{text}; reduce or divide it")
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
@@ -174,21 +127,13 @@ def to_rgb(image: Image.Image) -> Image.Image:
         return image
     if is_deep(image):
         return read_deep(image)
-    if image.mode == "RGB" and "transparency" not in image.info:
-        return image
-    # copies of a whole large image would take up to 8 times the memory of the result
-    rgb = Image.new("RGB", image.size)
-    band_height = max(_BAND_PIXELS // max(image.width, 1), 1)
-    for top in range(0, image.height, band_height):
-        band = image.crop((0, top, image.width, min(top + band_height, image.height)))
-        if band.mode in ("LA", "La", "PA", "RGBA", "RGBa") or "transparency" in band.info:
-            # Pillow converts premultiplied modes only to LA and RGBA
-            if band.mode in ("La", "RGBa"):
-                band = band.convert(band.mode.upper())
-            band = band.convert("RGBA")
-            band = Image.alpha_composite(Image.new("RGBA", band.size, "white"), band)
-        rgb.paste(band.convert("RGB"), (0, top))
-    return rgb
+    if image.mode in ("La", "RGBa"):
+        # Pillow converts premultiplied modes only to LA and RGBA
+        image = image.convert(image.mode.upper())
+    if image.mode in ("LA", "PA", "RGBA") or "transparency" in image.info:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 @runtime_checkable
@@ -217,11 +162,11 @@ def list_images(images: ImageInputs) -> Iterator[str | Image.Image]:
     """List images, in order: each as the path of a file or as an upright PIL image in RGB.
 
     Args:
-        images: Paths, PIL images or arrays, one or several; or a set or loader of images with
-            labels, which are left out. A folder gives the image files below it, sorted. For an
-            array (or torch tensor) see `convert_pixels`; several images are [N, H, W, 3] or
-            [N, 3, H, W]. A path that doesn't exist, and in a list a folder that can't be read or
-            has no images, is listed, too: reading it raises an error that names it.
+        images: Paths, PIL images or arrays, one or several; or a set of images with labels, which
+            are left out. A folder gives the image files below it, sorted. For an array (or torch
+            tensor) see `convert_pixels`; several images are [N, H, W, 3] or [N, 3, H, W]. A path
+            that doesn't exist, and in a list a folder that can't be read or has no images, is
+            listed, too: reading it raises an error that names it.
 
     Raises:
         ValueError: A single folder has no images, or an array has another type or shape.
@@ -234,11 +179,7 @@ def list_images(images: ImageInputs) -> Iterator[str | Image.Image]:
             return
         paths = sorted(filter(is_image_name, list_files(images)))
         if not paths:
-            archives = [name for name in os.listdir(images) if is_archive(name)]
-            found = "; check the path"
-            if archives:
-                found = f", but the archive {min(archives)}; unpack it"
-            raise ValueError(f"{images} holds no images{found}")
+            raise ValueError(f"{images} holds no images; check the path, and unpack archives in it")
         yield from paths
     elif isinstance(images, Image.Image):
         # a copy would lose the values of a `DeepImage`
@@ -256,13 +197,13 @@ def list_images(images: ImageInputs) -> Iterator[str | Image.Image]:
                 yield DeepImage(array)
     else:
         for image in iterate_images(images):
-            if isinstance(image, str | Path) and os.path.isdir(image):
-                paths = []
-                with suppress(OSError):
-                    paths = sorted(filter(is_image_name, list_files(image)))
-                yield from paths or [str(image)]
-            else:
+            if not isinstance(image, str | Path):
                 yield from list_images(image)
+                continue
+            paths = []
+            with suppress(OSError, ValueError):
+                paths = list(map(str, list_images(image)))
+            yield from paths or [str(image)]
 
 
 def is_system_folder(name: str) -> bool:

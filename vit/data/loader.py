@@ -6,24 +6,27 @@ neither the number of workers nor of processes changes a sample's augmentation.
 
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
 from vit.data.augment import Augmentation, color_and_normalize, mix_batch
 from vit.data.crop import crop_and_flip
 from vit.data.dataset import ImageDataset
-from vit.data.gather import MAX_MEMORY_FRACTION, gather
 from vit.data.preprocess import Preprocess
-from vit.data.random import SampleIds, StatelessRandom
-from vit.data.workers import Decoding, DecodingWorkers, Steps
+from vit.data.random import StatelessRandom
+from vit.data.workers import Decoder, DecodingWorkers, Steps, Transform
 from vit.runtime.device import copy_to_device, count_bytes
 from vit.runtime.machine import count_free_memory
 from vit.runtime.processes import Process
+
+# part of the free memory that decoded pixels may take
+_MAX_MEMORY_FRACTION = 0.4
 
 
 class Batch(NamedTuple):
@@ -42,86 +45,74 @@ class Batch(NamedTuple):
     sample_ids: Int64[Tensor, " B"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class BatchOrder:
-    """The order of the samples in an epoch, and their division into batches.
-
-    Args:
-        batch_size: Images in a step, over all processes.
-        seed: Seed of the order and of the augmentation.
-        process: This process, which takes a contiguous part of every batch.
-    """
-
-    batch_size: int
-    seed: int
-    process: Process = field(default_factory=Process)
-
-    def list_batches(self, count: int, epoch: int, start_step: int) -> Iterator[SampleIds]:
-        """The sample ids of this process in each batch of an epoch of `count` images, from
-        `start_step` on."""
-        num_steps = count // self.batch_size
-        order = StatelessRandom(self.seed, epoch, torch.arange(count)).permutation()
-        # contiguous parts of each batch: any number of processes trains on the same batches
-        parts = order[: num_steps * self.batch_size].view(num_steps, self.process.world_size, -1)
-        return iter(parts[start_step:, self.process.rank])
-
-
 @dataclass(kw_only=True, eq=False)
 class TrainLoader:
     """Shuffled, augmented batches of one size; the images that don't fill a batch are left out.
 
-    The pixels of a decoded dataset lie on the device as uint8 (on a CPU they stay where they are
-    mapped), or are gathered from their file. Otherwise, workers decode the full-size images.
+    The pixels of a decoded dataset lie on the device, or where they are mapped. Workers decode the
+    full-size images of another one.
 
     Args:
         dataset: The images.
-        order: The samples of each batch.
+        batch_size: Images in a step, over all processes.
+        seed: Seed of the order and of the augmentation.
         device: Device of the batches.
         preprocess: Preprocessing of the model.
+        process: This process, which takes a contiguous part of every batch.
         augmentation: Augmentation, by default none.
-        decoding: How images are decoded as training goes, and the user's transform.
-        gathers: Gather each batch from the decoded pixels, see `vit.data.gather`.
+        is_resident: Copy decoded pixels to the device at once, instead of those of each batch.
+        transform: The user's transform of each full-size image, before all augmentation.
+        workers: Processes that decode; None is `count_workers`, 0 decodes in this process.
+        max_unreadable_fraction: Fraction of the images that may be unreadable.
 
     Raises:
         ValueError: The batch size doesn't fit the dataset, the processes or mixup's pairs.
     """
 
     dataset: ImageDataset = field(kw_only=False)
-    order: BatchOrder
-    device: torch.device | str
+    batch_size: int
+    seed: int
+    device: torch.device
     preprocess: Preprocess
+    process: Process = field(default_factory=Process)
     augmentation: Augmentation = field(default_factory=Augmentation)
-    decoding: Decoding = field(default_factory=Decoding)
-    gathers: bool = False
+    is_resident: bool = True
+    transform: Transform | None = None
+    workers: int | None = None
+    max_unreadable_fraction: float = 0.05
 
     def __post_init__(self) -> None:
         # mixup and cutmix pair samples
-        multiple = self.order.process.world_size * (2 if self.augmentation.mixing else 1)
+        multiple = self.process.world_size * (1 + self.augmentation.is_mixing)
         if not 0 < self.batch_size <= len(self.dataset) or self.batch_size % multiple:
             text = f"a multiple of {multiple} and at most the {len(self.dataset)} images"
-            reason = "; mixup and cutmix mix pairs" if self.augmentation.mixing else ""
+            reason = "; mixup and cutmix mix pairs" if self.augmentation.is_mixing else ""
             raise ValueError(f"batch_size {self.batch_size} must be {text}{reason}")
         self._labels = torch.from_numpy(self.dataset.labels)
         if self.dataset.is_multilabel:
             self._labels = self._labels.float()
-        # the pixels of all images, if they are on the device
-        self._resident_pixels: Tensor | None = None
         self._workers: DecodingWorkers | None = None
+        # the pixels of all images
+        self._pixels: Tensor | None = None
         # the part of the augmentation that is left for the device
         self._device_augmentation = self.augmentation
-        if self.dataset.pixels is None:
-            crop = self.augmentation.crop
-            self._workers = DecodingWorkers(self.dataset, self.decoding, crop, self.preprocess)
-            # a random crop is done where images are decoded
-            self._device_augmentation = replace(self.augmentation, crop=replace(crop, scale=None))
-        elif not self.gathers:
+        if self.dataset.pixels is not None:
             assert self.dataset.pixels.shape[1:3] == self.preprocess.resize_size
-            self._resident_pixels = torch.from_numpy(self.dataset.pixels).to(self.device)
-
-    @property
-    def batch_size(self) -> int:
-        """Images in a step, over all processes."""
-        return self.order.batch_size
+            self._pixels = torch.from_numpy(self.dataset.pixels)
+            if self.is_resident:
+                self._pixels = self._pixels.to(self.device)
+            return
+        crop = self.augmentation.crop
+        decoder = Decoder(
+            dataset=self.dataset, preprocess=self.preprocess, crop=crop, transform=self.transform
+        )
+        self._workers = DecodingWorkers(
+            decoder,
+            workers=self.workers,
+            max_unreadable_fraction=self.max_unreadable_fraction,
+        )
+        if decoder.cuts_parts:
+            self._device_augmentation = replace(self.augmentation, crop=replace(crop, scale=None))
 
     def __len__(self) -> int:
         """Steps in an epoch."""
@@ -146,7 +137,8 @@ class TrainLoader:
             on_warning: Function that is called with a sentence for each image that can't be read.
         """
         size = image_size or self.preprocess.image_size
-        with closing(self._read(epoch, start_step, on_warning)) as steps:
+        samples = self._sample(epoch, start_step)
+        with closing(self._read(samples, on_warning)) as steps:
             for rng, pixels in steps:
                 yield self._augment_batch(rng, pixels, size, mix=mix)
 
@@ -155,18 +147,25 @@ class TrainLoader:
         if self._workers is not None:
             self._workers.close()
 
-    def _read(self, epoch: int, start_step: int, on_warning: Callable[[str], object]) -> Steps:
-        """The samples of each step, and their pixels unless these are on the device already."""
-        batches = self.order.list_batches(len(self._labels), epoch, start_step)
-        samples = (StatelessRandom(self.order.seed, epoch, sample_ids) for sample_ids in batches)
+    def _sample(self, epoch: int, start_step: int) -> Iterator[StatelessRandom]:
+        """The samples of this process in each batch of an epoch."""
+        ids = torch.arange(len(self._labels))
+        order = StatelessRandom(self.seed, epoch, ids).permutation()
+        # contiguous parts of each batch: any number of processes trains on the same batches
+        batches = order[: len(self) * self.batch_size].view(len(self), self.process.world_size, -1)
+        for sample_ids in batches[start_step:, self.process.rank]:
+            yield StatelessRandom(self.seed, epoch, sample_ids)
+
+    def _read(
+        self, samples: Iterator[StatelessRandom], on_warning: Callable[[str], object]
+    ) -> Steps:
+        """Yield the samples of each step, and their pixels unless these are on the device."""
         if self._workers is not None:
             yield from self._workers.decode(samples, on_warning)
-        elif self._resident_pixels is not None:
-            yield from ((rng, None) for rng in samples)
+        elif self._pixels is not None and self._pixels.device.type != self.device.type:
+            yield from gather(self._pixels, samples, pinned=self.device.type != "mps")
         else:
-            assert self.dataset.pixels is not None
-            pinned = torch.device(self.device).type not in ("cpu", "mps")
-            yield from gather(self.dataset.pixels, samples, pinned=pinned)
+            yield from ((rng, None) for rng in samples)
 
     def _augment_batch(
         self, rng: StatelessRandom, pixels: Tensor | None, size: tuple[int, int], *, mix: bool
@@ -174,7 +173,7 @@ class TrainLoader:
         """Sample on the host, copy all that the device needs at once, and compute there."""
         index = rng.sample_ids
         labels = self._labels[index]
-        stored = self._resident_pixels if pixels is None else pixels
+        stored = self._pixels if pixels is None else pixels
         assert stored is not None
         params = self._device_augmentation.sample(
             rng,
@@ -182,13 +181,10 @@ class TrainLoader:
             size=size,
             full_height=self.preprocess.image_size[0],
             mix=mix,
-            full_sizes=self._find_full_sizes(index, stored) if self.gathers else None,
         )
-        params, index, labels, pixels = copy_to_device(
-            (params, index, labels, pixels), torch.device(self.device)
-        )
+        params, index, labels, pixels = copy_to_device((params, index, labels, pixels), self.device)
 
-        # resident pixels are looked up by the sample's index, decoded ones lie in the batch's order
+        # resident pixels are looked up by the sample's index, others lie in the batch's order
         rows = index
         if pixels is not None:
             stored = pixels
@@ -202,14 +198,6 @@ class TrainLoader:
             num_classes = len(self.dataset.class_names)
             images, targets = mix_batch(images, labels, params.mix, num_classes=num_classes)
         return Batch(images, targets, labels, index)
-
-    def _find_full_sizes(self, index: Tensor, stored: Tensor) -> Int64[Tensor, "2 B"]:
-        """Width and height of the images whose parts are cropped: the full-size ones, unless they
-        were brought to the shape of the input before."""
-        if self.preprocess.resize_mode != "crop":
-            return torch.tensor([[stored.shape[2]], [stored.shape[1]]]).expand(2, len(index))
-        assert self.dataset.sizes is not None
-        return torch.from_numpy(self.dataset.sizes[:, index]).long()
 
 
 @dataclass(kw_only=True, eq=False)
@@ -227,18 +215,43 @@ class TokenLoader(TrainLoader):
         super().__post_init__()
         self.tokens = self.tokens.to(self.device)
 
+    def _read(
+        self, samples: Iterator[StatelessRandom], on_warning: Callable[[str], object]
+    ) -> Steps:
+        yield from ((rng, None) for rng in samples)
+
     def _augment_batch(
         self, rng: StatelessRandom, pixels: Tensor | None, size: tuple[int, int], *, mix: bool
     ) -> Batch:
         is_flipped = self.augmentation.crop.sample_flips(rng)
-        index, view, labels = copy_to_device(
-            (rng.sample_ids, is_flipped.long(), self._labels[rng.sample_ids]),
-            torch.device(self.device),
-        )
+        host = (rng.sample_ids, is_flipped.long(), self._labels[rng.sample_ids])
+        index, view, labels = copy_to_device(host, self.device)
         return Batch(self.tokens[index, view].float(), labels, labels, index)
 
 
+def gather(
+    pixels: UInt8[Tensor, "n H W 3"], samples: Iterator[StatelessRandom], *, pinned: bool
+) -> Steps:
+    """Yield the samples and the pixels of each batch. A thread reads them one batch ahead; if
+    `pinned`, into memory from which a GPU copies while it computes."""
+
+    def start(rng: StatelessRandom) -> Future[Tensor]:
+        shape = (len(rng.sample_ids), *pixels.shape[1:])
+        batch = torch.empty(shape, dtype=torch.uint8, pin_memory=pinned)
+        return pool.submit(torch.index_select, pixels, 0, rng.sample_ids, out=batch)
+
+    with ThreadPoolExecutor(1) as pool:
+        reading: tuple[StatelessRandom, Future[Tensor]] | None = None
+        for rng in samples:
+            following = rng, start(rng)
+            if reading is not None:
+                yield reading[0], reading[1].result()
+            reading = following
+        if reading is not None:
+            yield reading[0], reading[1].result()
+
+
 def fits_in_memory(num_bytes: int, device: torch.device) -> bool:
-    """Return whether so many bytes of decoded images fit in the free memory of their device."""
+    """Return whether so many bytes of decoded images fit in the free memory of a device."""
     free = count_free_memory() if device.type == "cpu" else count_bytes(device)[0]
-    return num_bytes <= MAX_MEMORY_FRACTION * free
+    return num_bytes <= _MAX_MEMORY_FRACTION * free

@@ -77,22 +77,21 @@ class Preprocess:
     resize_mode: ResizeMode = "crop"
 
     def __post_init__(self) -> None:
-        if not 0 < self.crop_pct <= 1:
-            raise ValueError(f"crop_pct {self.crop_pct} must be in (0, 1]")
-        if not 1 <= min(self.image_size) <= max(self.image_size) <= self.crop_pct * MAX_SIDE:
-            limit = f"must be positive, and at most crop_pct x {MAX_SIDE:,}"
-            raise ValueError(f"image_size {self.image_size} {limit}")
-        # far beyond these, normalised pixels overflow and the logits are NaN
-        if not all(abs(value) <= 1e3 for value in self.mean):
-            raise ValueError(f"mean {self.mean} must be within ±1000")
-        if not all(1e-6 <= value <= 1e6 for value in self.std):
-            raise ValueError(f"std {self.std} must be from 1e-6 to 1e6")
         check_choice(self.interpolation, get_args(Interpolation), name="interpolation")
         check_choice(self.resize_mode, get_args(ResizeMode), name="resize_mode")
-        if self.value_range is not None:
-            low, high = self.value_range
-            if not (low < high and math.isfinite(high - low)):
-                raise ValueError(f"value_range {[low, high]} must rise")
+        low, high = self.value_range or (0, 1)
+        largest = self.crop_pct * MAX_SIDE
+        is_right = {
+            "crop_pct": 0 < self.crop_pct <= 1,
+            "image_size": 1 <= min(self.image_size) <= max(self.image_size) <= largest,
+            # far beyond these, normalised pixels overflow and the logits are NaN
+            "mean": all(abs(value) <= 1e3 for value in self.mean),
+            "std": all(1e-6 <= value <= 1e6 for value in self.std),
+            "value_range": low < high and math.isfinite(high - low),
+        }
+        for name in is_right:
+            if not is_right[name]:
+                raise ValueError(f"{name} {getattr(self, name)} is out of range")
 
     @property
     def resize_size(self) -> tuple[int, int]:
@@ -111,14 +110,8 @@ class Preprocess:
     @property
     def storage(self) -> str:
         """Text that differs wherever the pixels of the resized images do, besides their size."""
-        text: str = self.interpolation
-        if self.value_range is not None:
-            text += f" {self.value_range}"
-        if self.resize_mode != "crop":
-            text += f" {self.resize_mode}"
-        if self.resize_mode == "pad":
-            text += f" {self.ground}"
-        return text
+        ground = self.ground if self.resize_mode == "pad" else None
+        return f"{self.interpolation} {self.value_range} {self.resize_mode} {ground}"
 
     def to_rgb(self, image: Image.Image) -> Image.Image:
         """Convert an image of any mode to RGB, with its values scaled by `value_range`. Raises
@@ -209,23 +202,21 @@ class Preprocess:
         (width, height), and the columns to its left and rows above it in the resized image."""
         width, height = size
         target_height, target_width = self.resize_size
-        target = (target_width, target_height)
-        box = (0.0, 0.0, float(width), float(height))
+        scales = width / target_width, height / target_height
         if self.resize_mode == "crop":
             # the largest centred box of the target's aspect
-            pixel = min(width / target_width, height / target_height)
-            box_width, box_height = (side * pixel for side in target)
+            box_width, box_height = (side * min(scales) for side in (target_width, target_height))
             # Pillow refuses a box that rounding has pushed over an edge
             left = max((width - box_width) / 2, 0.0)
             top = max((height - box_height) / 2, 0.0)
-            box = (left, top, min(left + box_width, width), min(top + box_height, height))
-        elif self.resize_mode == "pad":
-            pixel = max(width / target_width, height / target_height)
-            width = min(max(round(width / pixel), 1), target_width)
-            height = min(max(round(height / pixel), 1), target_height)
-            margins = (target_width - width) // 2, (target_height - height) // 2
-            return box, (width, height), margins
-        return box, target, (0, 0)
+            right, bottom = min(left + box_width, width), min(top + box_height, height)
+            return (left, top, right, bottom), (target_width, target_height), (0, 0)
+        box = (0.0, 0.0, float(width), float(height))
+        if self.resize_mode == "stretch":
+            return box, (target_width, target_height), (0, 0)
+        width = min(max(round(width / max(scales)), 1), target_width)
+        height = min(max(round(height / max(scales)), 1), target_height)
+        return box, (width, height), ((target_width - width) // 2, (target_height - height) // 2)
 
     def _margins(self) -> tuple[int, int]:
         """Rows above the centre crop, and columns to its left."""

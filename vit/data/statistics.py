@@ -1,7 +1,7 @@
 """Statistics of the images before a run: their size and depth, the mean and standard deviation of
 their pixels, and the sizes of their classes."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Literal
 
@@ -37,14 +37,32 @@ MAX_RATIO = 5
 def measure_shorter_side(dataset: ImageDataset, *, count: int) -> float:
     """Measure the median of the shorter sides, in pixels, of `count` random images; of fewer if
     they are large. Raises ValueError if none of them can be read."""
-    sides = []
+    images = _read_some(dataset, _choose_random(dataset, count), max_pixels=_MAX_PIXELS)
+    return float(np.median([min(image.size) for image in images]))
+
+
+def are_grey(dataset: ImageDataset, *, count: int) -> bool:
+    """Return true if `count` random images have no colours. Raises ValueError if none of them can
+    be read."""
+    arrays = map(np.asarray, dataset.read_sample(_choose_random(dataset, count)))
+    return all((pixels == pixels[..., :1]).all() for pixels in arrays)
+
+
+def _choose_random(dataset: ImageDataset, count: int) -> Sequence[int]:
+    indices: list[int] = np.random.default_rng(0).permutation(len(dataset))[:count].tolist()
+    return indices
+
+
+def _read_some(
+    dataset: ImageDataset, indices: Sequence[int], *, max_pixels: int
+) -> Iterator[Image.Image]:
+    """Read images until they have so many pixels. Raises ValueError if none can be read."""
     num_pixels = 0
-    for image in _read_random(dataset, count):
-        sides.append(min(image.size))
+    for image in dataset.read_sample(indices):
+        yield image
         num_pixels += image.width * image.height
-        if num_pixels > _MAX_PIXELS:
-            break
-    return float(np.median(sides))
+        if num_pixels > max_pixels:
+            return
 
 
 def measure_value_range(dataset: ImageDataset) -> tuple[float, float] | None:
@@ -59,26 +77,21 @@ def measure_value_range(dataset: ImageDataset) -> tuple[float, float] | None:
         return None
     places = np.array(candidates)[choose_evenly(len(candidates), _RANGE_SAMPLE)]
     # in an order that has all classes at its beginning
-    order = np.random.default_rng(0).permutation(places)
-    lows, highs = [], []
-    bits: int | None = 0
-    num_pixels = 0
+    order = np.random.default_rng(0).permutation(places).tolist()
+    values: list[np.ndarray] = []
     # where no image can be read
     with suppress(ValueError):
-        for number, image in enumerate(dataset.read_sample(order)):
-            if isinstance(image, DeepImage):
-                low, high = find_extremes(image.values)
-                lows.append(low)
-                highs.append(high)
-                if image.values.dtype.kind == "f":
-                    bits = None
-                elif bits is not None:
-                    bits |= int(np.bitwise_or.reduce(image.values, axis=None))
-            num_pixels += image.width * image.height
-            is_shallow = not lows and (number >= _FIRST_SAMPLE or num_pixels > _MAX_FIRST_PIXELS)
-            if is_shallow or num_pixels > _MAX_DEEP_PIXELS:
-                break
-    return choose_value_range(min(lows), max(highs), bits=bits) if lows else None
+        first = _read_some(dataset, order[:_FIRST_SAMPLE], max_pixels=_MAX_FIRST_PIXELS)
+        if any(isinstance(image, DeepImage) for image in first):
+            images = _read_some(dataset, order, max_pixels=_MAX_DEEP_PIXELS)
+            values = [image.values for image in images if isinstance(image, DeepImage)]
+    if not values:
+        return None
+    lows, highs = zip(*map(find_extremes, values), strict=True)
+    bits = None
+    if all(each.dtype.kind != "f" for each in values):
+        bits = int(np.bitwise_or.reduce([np.bitwise_or.reduce(each, axis=None) for each in values]))
+    return choose_value_range(min(lows), max(highs), bits=bits)
 
 
 def choose_value_range(low: float, high: float, *, bits: int | None) -> tuple[float, float]:
@@ -94,17 +107,6 @@ def choose_value_range(low: float, high: float, *, bits: int | None) -> tuple[fl
     shift = (bits & -bits).bit_length() - 1 if bits else 0
     top = max(((1 << (int(high) >> shift).bit_length()) - 1) << shift, 255)
     return (0.0, float(top)) if high - low >= _MIN_USED * top else measured
-
-
-def are_grey(dataset: ImageDataset, *, count: int) -> bool:
-    """Return true if `count` random images have no colours. Raises ValueError if none of them can
-    be read."""
-    arrays = map(np.asarray, _read_random(dataset, count))
-    return all((pixels == pixels[..., :1]).all() for pixels in arrays)
-
-
-def _read_random(dataset: ImageDataset, count: int) -> Iterator[Image.Image]:
-    return dataset.read_sample(np.random.default_rng(0).permutation(len(dataset))[:count])
 
 
 def measure_mean_and_std(images: Iterable[np.ndarray]) -> tuple[Triple, Triple]:
@@ -140,14 +142,11 @@ def compute_class_ratio(labels: np.ndarray) -> float:
 
 def choose_class_balance(
     labels: np.ndarray, *, wanted: ClassBalance | Literal["auto"]
-) -> tuple[ClassBalance, str]:
-    """Choose how classes of different sizes are balanced; return it with the reason in words."""
-    ratio = compute_class_ratio(labels)
-    what = "label" if labels.ndim == 2 else "class"
-    sizes = f"{ratio:.1f} images of the largest {what} for one of the smallest"
+) -> ClassBalance:
+    """Choose how classes of different sizes are balanced."""
     if wanted != "auto":
-        return wanted, f"train.class_balance says so; {sizes}"
-    return ("weights" if ratio > MAX_RATIO else "none"), sizes
+        return wanted
+    return "weights" if compute_class_ratio(labels) > MAX_RATIO else "none"
 
 
 def compute_class_weights(labels: np.ndarray, num_classes: int) -> np.ndarray:

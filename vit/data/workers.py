@@ -3,8 +3,7 @@
 An image that can't be read is named, and the next one that can takes its place.
 """
 
-import math
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -14,7 +13,6 @@ import torch
 from jaxtyping import Int64, UInt8
 from PIL import Image
 from torch import Tensor
-from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from vit.data.crop import Crop
@@ -25,10 +23,13 @@ from vit.runtime.drive import DriveError
 from vit.runtime.machine import count_workers
 
 Transform = Callable[..., Any]
-# the samples of each step and, unless they are in memory, their pixels on the host
+# the samples of each step and, unless they are on the device, their pixels
 Steps = Generator[tuple[StatelessRandom, UInt8[Tensor, "B H W 3"] | None], None, None]
-# index of each image of a batch, and seed of its transform and random crop
-Tasks = Sequence[tuple[int, int]]
+# index of each image of a batch, seed of its transform, and place of its random crop
+Tasks = list[tuple[int, int, list[float]]]
+# JPEG files may be decoded to so many times the sides of the input, because random parts of 6 % of
+# the area then have all of its pixels
+_DRAFT_SIDES = 4
 
 
 def apply_transform(transform: Transform, image: Image.Image, *, seed: int) -> Image.Image:
@@ -55,62 +56,6 @@ def apply_transform(transform: Transform, image: Image.Image, *, seed: int) -> I
     return Image.fromarray(pixels)
 
 
-class TrainTransform:
-    """From a decoded image to uint8 [H, W, 3]: the user's transform, then a random crop of the
-    full-size image if the crop has a `scale`, otherwise the centre crop."""
-
-    def __init__(self, crop: Crop, preprocess: Preprocess, transform: Transform | None) -> None:
-        self.size = preprocess.image_size
-        self._transform = transform
-        self._crop = crop
-        self._preprocess = preprocess
-        # brings an image to its shape before a random crop; None: it has its own
-        self._resize: Preprocess | None = preprocess
-        if crop.scale is None:
-            if crop.padding:
-                # the device shifts: it gets the margin that crop_pct leaves
-                self.size = preprocess.resize_size
-                self._resize = replace(preprocess, image_size=self.size, crop_pct=1.0)
-        elif preprocess.resize_mode == "crop":
-            self._resize = None
-        else:
-            # so large that the smallest crop has the input's resolution
-            height, width = (math.ceil(side * crop.scale[0] ** -0.5) for side in self.size)
-            self._resize = replace(preprocess, image_size=(height, width))
-        # see `ImageReader.decode`
-        self.takes_arrays = transform is None and self._resize is None
-
-    def __call__(self, image: Image.Image | np.ndarray, *, seed: int) -> np.ndarray:
-        """Transform an image; an array only if `takes_arrays`."""
-        if isinstance(image, Image.Image):
-            image = self._preprocess.to_rgb(image)
-            # another seed than that of the crop, because both may be of albumentations
-            if self._transform is not None:
-                image = apply_transform(self._transform, image, seed=seed + 1)
-            image = np.asarray(image) if self._resize is None else self._resize.to_uint8(image)
-        return image if self._crop.scale is None else self._cut(image, seed)
-
-    def _cut(self, image: np.ndarray, seed: int) -> np.ndarray:
-        """Cut out the random part, and resize it, bilinear and antialiased."""
-        height, width = self.size
-        left, top, right, bottom = self._crop.sample_part(
-            seed, image.shape[:2], shape=width / height
-        )
-        part = image[top:bottom, left:right]
-        if bottom - top <= height and right - left <= width:
-            # takes long to import; it enlarges in less than half of torch's time
-            import cv2
-
-            enlarged: np.ndarray = cv2.resize(part, (width, height))
-            return enlarged
-        # torch warns of memory that it may not write to
-        writable = np.require(part, requirements="W")
-        channels = torch.from_numpy(writable).permute(2, 0, 1)[None]
-        reduced = F.interpolate(channels, self.size, mode="bilinear", antialias=True)
-        pixels: np.ndarray = reduced[0].permute(1, 2, 0).numpy()
-        return pixels
-
-
 class Decoded(NamedTuple):
     """The decoded images of a batch.
 
@@ -126,57 +71,78 @@ class Decoded(NamedTuple):
     error: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class Decoding:
-    """How images are decoded as training goes.
+@dataclass(kw_only=True, eq=False)
+class Decoder(Dataset[Decoded]):
+    """Decodes batches, in a worker.
 
     Args:
+        dataset: The images.
+        preprocess: Preprocessing of the model.
+        crop: Its random crops are cut from the full-size images; without, and where the whole image
+            is shown, images are decoded as for the other pipelines.
         transform: The user's transform of one image, before all augmentation.
-        workers: Processes that decode; None is `count_workers`, 0 decodes in this process.
-        max_unreadable_fraction: Fraction of the images that may be unreadable.
     """
 
-    transform: Transform | None = None
-    workers: int | None = None
-    max_unreadable_fraction: float = 0.05
+    dataset: ImageDataset
+    preprocess: Preprocess
+    crop: Crop
+    transform: Transform | None
 
+    def __post_init__(self) -> None:
+        self.cuts_parts = self.crop.scale is not None and self.preprocess.resize_mode == "crop"
+        size = self.preprocess.image_size if self.cuts_parts else self.preprocess.resize_size
+        self._size = size
+        self._resize = replace(self.preprocess, image_size=size, crop_pct=1.0)
+        is_drafted = self.cuts_parts and self.transform is None
+        self._draft_side = _DRAFT_SIDES * max(size) if is_drafted else None
 
-class Decoder(Dataset[Decoded]):
-    """Decodes batches in a worker."""
-
-    def __init__(
-        self, dataset: ImageDataset, decoding: Decoding, crop: Crop, preprocess: Preprocess
-    ) -> None:
-        self._transform = TrainTransform(crop, preprocess, decoding.transform)
-        self._count = len(dataset)
-        reader = dataset.reader
-        self._read = reader.decode if self._transform.takes_arrays else reader.image
+    def list_tasks(self, rng: StatelessRandom) -> Tasks:
+        """List what a worker needs to decode a batch."""
+        seeds = rng.integers("albumentations", below=2**31 - 1) + 1
+        places = self.crop.sample_places(rng).T
+        return list(zip(rng.sample_ids.tolist(), seeds.tolist(), places.tolist(), strict=True))
 
     def __getitem__(self, tasks: Tasks) -> Decoded:
-        pixels = np.empty((len(tasks), *self._transform.size, 3), dtype=np.uint8)
+        """Decode a batch."""
+        pixels = np.empty((len(tasks), *self._size, 3), dtype=np.uint8)
         indices = torch.empty(len(tasks), dtype=torch.int64)
         unreadable: dict[int, str] = {}
         error = ""
         # errors are returned as text: a worker's exceptions would arrive with its traceback
         try:
-            for row, (index, seed) in enumerate(tasks):
+            for row, (index, seed, places) in enumerate(tasks):
                 indices[row], image = self._read_next(index, unreadable)
-                pixels[row] = self._transform(image, seed=seed)
+                image = self.preprocess.to_rgb(image)
+                if self.transform is not None:
+                    image = apply_transform(self.transform, image, seed=seed)
+                if self.cuts_parts:
+                    image = self._cut(image, places)
+                pixels[row] = self._resize.to_uint8(image)
         except (ValueError, OSError, DriveError) as failure:
             error = str(failure)
         return Decoded(indices, torch.from_numpy(pixels), unreadable, error)
 
-    def _read_next(
-        self, index: int, unreadable: dict[int, str]
-    ) -> tuple[int, Image.Image | np.ndarray]:
+    def _read_next(self, index: int, unreadable: dict[int, str]) -> tuple[int, Image.Image]:
         """Read the image at `index` or the first one after it that can be read, and note the
         others. Raises ValueError if none can."""
-        for place in range(index, index + self._count):
+        count = len(self.dataset)
+        for place in range(index, index + count):
             try:
-                return place % self._count, self._read(place % self._count)
+                image = self.dataset.reader.image(place % count, draft_side=self._draft_side)
             except (ValueError, OSError) as error:
-                unreadable[place % self._count] = str(error)
+                unreadable[place % count] = str(error)
+            else:
+                return place % count, image
         raise ValueError("none of the images can be read")
+
+    def _cut(self, image: Image.Image, places: list[float]) -> Image.Image:
+        """Cut out the random part, and resize it, bilinear and antialiased."""
+        height, width = self._size
+        full_size = image.height, image.width
+        boxes = self.crop.place(torch.tensor(places)[:, None], full_size, shape=width / height)
+        left, top, right, bottom = boxes[0].int().tolist()
+        part = image.crop((left, top, right, bottom))
+        return part.resize((width, height), Image.Resampling.BILINEAR)
 
 
 def use_one_thread(_worker: int) -> None:
@@ -187,27 +153,17 @@ def use_one_thread(_worker: int) -> None:
     cv2.setNumThreads(0)
 
 
-class _EpochTasks:
-    """The batches of one epoch; workers that live on take the next epoch's from it."""
-
-    batches: Iterable[Tasks] = ()
-
-    def __iter__(self) -> Iterator[Tasks]:
-        return iter(self.batches)
-
-
 class DecodingWorkers:
     """Worker processes that live until `close()` or until this object is deleted."""
 
     def __init__(
-        self, dataset: ImageDataset, decoding: Decoding, crop: Crop, preprocess: Preprocess
+        self, decoder: Decoder, *, workers: int | None, max_unreadable_fraction: float
     ) -> None:
-        self._dataset = dataset
-        self._crop = crop
-        self._max_unreadable_fraction = decoding.max_unreadable_fraction
-        self._decoder = Decoder(dataset, decoding, crop, preprocess)
-        self._workers = count_workers() if decoding.workers is None else decoding.workers
-        self._tasks = _EpochTasks()
+        self._decoder = decoder
+        self._workers = count_workers() if workers is None else workers
+        self._max_unreadable_fraction = max_unreadable_fraction
+        # the batches of one epoch; workers that live on take the next epoch's from it
+        self._tasks: list[Tasks] = []
         self._loader: DataLoader[Decoded] | None = None
         # the iterator of `_loader`, which owns the workers
         self._iterator: Any = None
@@ -227,12 +183,9 @@ class DecodingWorkers:
     def decode(
         self, samples: Iterator[StatelessRandom], on_warning: Callable[[str], object]
     ) -> Steps:
-        """Decode the pixels of each batch."""
+        """Yield the samples and the pixels of each batch."""
         sampled = list(samples)
-        self._tasks.batches = (
-            list(zip(rng.sample_ids.tolist(), self._crop.sample_seeds(rng), strict=True))
-            for rng in sampled
-        )
+        self._tasks[:] = map(self._decoder.list_tasks, sampled)
         if self._loader is None:
             self._loader = DataLoader(
                 self._decoder,
@@ -252,7 +205,7 @@ class DecodingWorkers:
 
     def _check(self, batch: Decoded, on_warning: Callable[[str], object]) -> None:
         """Name the images that can't be read. Raises ValueError if they are too many."""
-        dataset = self._dataset
+        dataset = self._decoder.dataset
         for index, reason in batch.unreadable.items():
             if index not in self._unreadable:
                 self._unreadable[index] = reason

@@ -12,13 +12,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from vit.config import Config
-from vit.data.augment import Augmentation, Mixing
+from vit.data.augment import Augmentation
 from vit.data.cache import decode_dataset
 from vit.data.corrections import check_corrections, read_corrections
 from vit.data.crop import Crop
 from vit.data.dataset import ImageDataset, LabelRule, choose_evenly
-from vit.data.gather import choose_stored, has_room
-from vit.data.loader import BatchOrder, TokenLoader, TrainLoader, fits_in_memory
+from vit.data.loader import TokenLoader, TrainLoader, fits_in_memory
 from vit.data.open import open_dataset
 from vit.data.preprocess import Preprocess
 from vit.data.sources.listing import number_listing
@@ -30,7 +29,7 @@ from vit.data.statistics import (
     measure_mean_and_std,
     measure_value_range,
 )
-from vit.data.workers import Decoding, Transform, apply_transform
+from vit.data.workers import Transform, apply_transform
 from vit.runtime.files import default_cache_dir
 from vit.runtime.processes import current_process
 
@@ -46,9 +45,8 @@ class TrainingData:
 
     Attributes:
         config: Configuration of the run, with the pipeline that was chosen.
-        train: Training images; not decoded in the pipelines "cached" and "workers".
+        train: Training images; not decoded in the pipeline "workers".
         validation: Validation images with their pixels; None without any.
-        stored: Training images of the pipeline "cached", with their pixels; None in another.
         decode: Returns images of the run with their pixels; decoded images as they are.
     """
 
@@ -59,7 +57,6 @@ class TrainingData:
     preprocess: Preprocess
     decode: Callable[[ImageDataset], ImageDataset]
     class_balance: ClassBalance
-    stored: ImageDataset | None = None
 
 
 def build_dataset(
@@ -153,34 +150,28 @@ def build_data(
         is_measured = True
     validation = splits.split("validation") if data.validation_fraction > 0 else None
 
-    stored_as = choose_stored(preprocess, _build_crop(config))
-    decode_as = partial(
+    decode = partial(
         decode_dataset,
+        size=preprocess.resize_size,
+        preprocess=preprocess,
         cache_dir=splits.cache_dir,
         workers=data.workers,
         max_unreadable_fraction=data.max_unreadable_fraction,
     )
-    decode = partial(decode_as, size=preprocess.resize_size, preprocess=preprocess)
     num_images = len(train) + len(validation or ())
     num_bytes = num_images * math.prod(preprocess.resize_size) * 3
-    stored_bytes = len(train) * math.prod(stored_as.resize_size) * 3
     # A resumed run names the pipeline, so that the memory that is free now doesn't change it.
     pipeline = data.pipeline
     if pipeline == "auto":
         pipeline = "workers"  # which give a transform its images in full size
-        is_gpu = device.type != "cpu"
         if not has_transform and fits_in_memory(num_bytes, device):
             pipeline = "resident"
-        elif not has_transform and is_gpu and has_room(stored_bytes, splits.cache_dir):
+        elif not has_transform and fits_in_memory(num_bytes, torch.device("cpu")):
             pipeline = "cached"
         # The main process decides for all; the free memory of their devices differs.
         pipeline = current_process().broadcast(pipeline)
 
-    stored = None
-    if pipeline == "cached":
-        stored = decode_as(train, size=stored_as.resize_size, preprocess=stored_as)
-        train = replace(stored, pixels=None)
-    elif pipeline != "workers":
+    if pipeline != "workers":
         train = decode(train)
     if validation is not None:
         validation = decode(validation)
@@ -196,18 +187,12 @@ def build_data(
         validation=validation,
         preprocess=preprocess,
         decode=decode,
-        class_balance=choose_class_balance(train.labels, wanted=config.train.class_balance)[0],
-        stored=stored,
+        class_balance=choose_class_balance(train.labels, wanted=config.train.class_balance),
     )
 
 
 def _read_sample(images: ImageDataset) -> Iterator[Any]:
     return images.read_sample(choose_evenly(len(images), _SAMPLED_IMAGES))
-
-
-def _build_crop(config: Config) -> Crop:
-    augment = config.augment
-    return Crop(augment.crop_padding, augment.resized_crop_scale, augment.flip)
 
 
 def build_train_loader(
@@ -244,20 +229,21 @@ def build_train_loader(
     augment = config.augment
     loader_type = TrainLoader if tokens is None else partial(TokenLoader, tokens=tokens)
     return loader_type(
-        data.stored or train,
-        gathers=data.stored is not None,
-        order=BatchOrder(batch_size=batch_size, seed=config.train.seed, process=process),
+        train,
+        batch_size=batch_size,
+        seed=config.train.seed,
+        process=process,
         device=device,
         preprocess=data.preprocess,
         augmentation=Augmentation(
-            crop=_build_crop(config),
+            crop=Crop(augment.crop_padding, augment.resized_crop_scale, augment.flip),
             color_jitter=augment.color_jitter,
             cutout=augment.cutout,
-            mixing=Mixing(augment.mixup, augment.cutmix),
+            mixup=augment.mixup,
+            cutmix=augment.cutmix,
         ),
-        decoding=Decoding(
-            transform=transform,
-            workers=config.data.workers,
-            max_unreadable_fraction=config.data.max_unreadable_fraction,
-        ),
+        is_resident=config.data.pipeline == "resident",
+        transform=transform,
+        workers=config.data.workers,
+        max_unreadable_fraction=config.data.max_unreadable_fraction,
     )
