@@ -85,19 +85,6 @@ def test_alternating_flip_shows_each_side_every_other_epoch() -> None:
     assert 0.4 < flipped < 0.6
 
 
-@pytest.mark.parametrize("size", [(37, 53), (60, 20), (20, 90), (5, 4)])
-def test_parts_of_full_size_images_are_those_of_albumentations(size: tuple[int, int]) -> None:
-    import albumentations
-
-    crop = Crop(scale=(0.08, 1.0))
-    ratio = (0.75 * 1.25, 4 / 3 * 1.25)
-    reference = albumentations.RandomResizedCrop((4, 5), scale=(0.08, 1.0), ratio=ratio)
-    for seed in range(100):
-        reference.set_random_seed(seed)
-        params = reference.get_params_dependent_on_data({"shape": (*size, 3)}, {})
-        assert crop.sample_part(seed, size, shape=1.25) == params["crop_coords"]
-
-
 def test_cutout_sets_one_square_a_sample_to_the_mean() -> None:
     images = finish(Augmentation(cutout=6), torch.full((200, *SIZE, 3), 255, dtype=torch.uint8))
     hidden = (images == 0).all(1)

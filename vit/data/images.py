@@ -98,6 +98,10 @@ def read_image(
             check_size(image.size)
             if draft_side is not None:
                 image.draft("RGB", (draft_side, draft_side))
+            tags = getattr(image, "tag_v2", {})
+            # PlanarConfiguration and BitsPerSample: Pillow reads wrong values
+            if tags.get(284) == 2 and max(tags[258]) > 8:
+                raise ValueError("its bands of 16 bits lie one after the other; save it as PNG")
             if not is_deep(image):
                 image.load()
                 ImageOps.exif_transpose(image, in_place=True)

@@ -78,19 +78,23 @@ def measure_value_range(dataset: ImageDataset) -> tuple[float, float] | None:
     places = np.array(candidates)[choose_evenly(len(candidates), _RANGE_SAMPLE)]
     # in an order that has all classes at its beginning
     order = np.random.default_rng(0).permutation(places).tolist()
-    values: list[np.ndarray] = []
+    ranges: list[tuple[float, float]] = []
+    bits: int | None = 0
     # where no image can be read
     with suppress(ValueError):
         first = _read_some(dataset, order[:_FIRST_SAMPLE], max_pixels=_MAX_FIRST_PIXELS)
-        if any(isinstance(image, DeepImage) for image in first):
-            images = _read_some(dataset, order, max_pixels=_MAX_DEEP_PIXELS)
-            values = [image.values for image in images if isinstance(image, DeepImage)]
-    if not values:
+        if not any(isinstance(image, DeepImage) for image in first):
+            return None
+        for image in _read_some(dataset, order, max_pixels=_MAX_DEEP_PIXELS):
+            if isinstance(image, DeepImage):
+                ranges.append(find_extremes(image.values))
+                if image.values.dtype.kind == "f":
+                    bits = None
+                elif bits is not None:
+                    bits |= int(np.bitwise_or.reduce(image.values, axis=None))
+    if not ranges:
         return None
-    lows, highs = zip(*map(find_extremes, values), strict=True)
-    bits = None
-    if all(each.dtype.kind != "f" for each in values):
-        bits = int(np.bitwise_or.reduce([np.bitwise_or.reduce(each, axis=None) for each in values]))
+    lows, highs = zip(*ranges, strict=True)
     return choose_value_range(min(lows), max(highs), bits=bits)
 
 

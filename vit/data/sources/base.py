@@ -7,10 +7,8 @@ import hashlib
 import io
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -22,7 +20,6 @@ from vit.data.images import (
     HEIF_SUFFIXES,
     list_files,
     read_image,
-    read_pixels,
     to_rgb,
 )
 
@@ -91,21 +88,11 @@ class ImageReader:
             ValueError, OSError: It can't be decoded; the message names it.
             DriveError: The drive doesn't answer.
         """
-        image: Image.Image = self._open(index, partial(read_image, draft_side=draft_side))
-        return image
-
-    def decode(self, index: int) -> Image.Image | np.ndarray:
-        """Decode an image, to an array of the same pixels if that is faster. See
-        `vit.data.images.read_pixels`. Raises the errors of `image`."""
-        decoded: Image.Image | np.ndarray = self._open(index, read_pixels)
-        return decoded
-
-    def _open(self, index: int, read: Callable[..., Any]) -> Any:
         stored = self[index]
         if isinstance(stored, Path):
-            return read(stored)
+            return read_image(stored, draft_side=draft_side)
         if isinstance(stored, bytes):
-            return read(io.BytesIO(stored), name=self.names[index])
+            return read_image(io.BytesIO(stored), name=self.names[index], draft_side=draft_side)
         return to_rgb(stored)
 
     def digest(self, index: int) -> int:
