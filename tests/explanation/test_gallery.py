@@ -29,14 +29,22 @@ SIZE = (60, 40)  # width, height
 GRID = 4
 
 
-def make_bundle(*, size: int = 32, patch: int = 8, depth: int = 2, heads: int = 3) -> Bundle:
+def make_bundle() -> Bundle:
     torch.manual_seed(0)
-    sizes = {"img_size": size, "patch_size": patch, "depth": depth, "num_heads": heads}
+    sizes = {"img_size": 32, "patch_size": 8, "depth": 2, "num_heads": 3}
     model = VisionTransformer(num_classes=3, embed_dim=24, **sizes).eval()
     for parameter in model.parameters():
         parameter.data += 0.2 * torch.randn_like(parameter)
+    # an image has all labels
+    point = {"rule": "f1", "thresholds": dict.fromkeys(CLASSES, 0.0)}
     return Bundle(
-        model, Preprocess(image_size=(size, size)), CLASSES, name="small", sha256="0" * 64
+        model,
+        Preprocess(image_size=(32, 32)),
+        CLASSES,
+        name="small",
+        sha256="0" * 64,
+        data={"task": "multilabel"},
+        metadata={"operating_point": point},
     )
 
 
@@ -46,7 +54,7 @@ def write(folder: Path, bundle: Bundle, names: list[str], **options: object) -> 
     for name in names:
         pixels = random.integers(0, 256, (SIZE[1], SIZE[0], 3), dtype=np.uint8)
         Image.fromarray(pixels).save(folder / "photos" / name, "PNG")
-    settings = {"methods": ("rollout", "libra-removal"), "target": "top3"} | options
+    settings = {"methods": ("rollout", "libra-removal")} | options
     files = sorted(str(path) for path in (folder / "photos").iterdir())
     vit.explain(bundle, files, output=folder / "out", formats=("npz", "html"), **settings)
     return folder / "out" / "gallery.html"
@@ -74,7 +82,7 @@ def test_names_are_shown_as_text(page: Path) -> None:
     text = page.read_text()
     assert NASTY not in text
     assert NASTY_CLASS not in text
-    assert "&lt;img src=x onerror=alert(1)&gt;.png" in text
+    assert "_img src=x onerror=alert(1)_" in text
     assert "</script><b>dog" not in text
 
 
@@ -114,9 +122,9 @@ def test_tiles_are_the_heads_and_the_rows_of_the_rollout(page: Path) -> None:
 def test_the_first_images_of_very_many_are_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vit.explanation.explain.MAX_IMAGES", 2)
+    monkeypatch.setattr("vit.explanation.writer.MAX_IMAGES", 2)
     names = ["a.png", "b.png", "c.png"]
-    path = write(tmp_path, make_bundle(), names, methods="rollout", target="auto", checks=False)
+    path = write(tmp_path, make_bundle(), names, methods="rollout", checks=False)
     text = path.read_text()
     assert "The first 2 of 3 images" in text
     assert text.count("<figure") == 2
@@ -145,7 +153,7 @@ def test_it_opens_from_disk_and_menus_choose_the_map(browser, page: Path) -> Non
     cards = open_page(browser, page)
     assert len(cards) == 2
     assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
-    assert "attention rollout (the same for every class)" in about(cards[0])
+    assert "attention rollout (the same for every label)" in about(cards[0])
     assert "with 4 × 4 patches, the test can't tell" in about(cards[0])
     choose(browser, "method", "libra-removal")
     choose(browser, "class", "0")

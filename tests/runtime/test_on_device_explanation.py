@@ -27,11 +27,10 @@ SETTINGS = {
         "methods": list_methods(),
         "batch_size": 2,
     },
-    "three classes": {
+    "what is predicted": {
         "num_tested": None,
         "num_attended": 9,
         "methods": ("gae", "libra-removal", "rollout"),
-        "target": "top3",
         "batch_size": 2,
     },
     "a class": {
@@ -50,7 +49,7 @@ SETTINGS = {
     },
 }
 CASES = [
-    ("4×4 patches, each left out", "three classes"),
+    ("4×4 patches, each left out", "what is predicted"),
     *(
         pytest.param(model, name, marks=pytest.mark.extended)
         for model, name in [

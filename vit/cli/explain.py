@@ -59,10 +59,12 @@ def _show(output: Path) -> None:
     from vit.explanation.writer import SHEET_FILE
 
     manifest = json.loads((output / "manifest.json").read_text(encoding="utf-8"))
-    verdicts: dict[str, list[str]] = {}
-    for entry in (entry for image in manifest["images"] for entry in image["maps"]):
-        if check := entry["sanity_check"]:
-            verdicts.setdefault(entry["method"], []).append(check["verdict"])
+    maps = [entry for image in manifest["images"] for entry in image["maps"]]
+    verdicts = [
+        (entry["method"], entry["sanity_check"]["verdict"])
+        for entry in maps
+        if entry["sanity_check"]
+    ]
     for line in count_confirmed(verdicts):
         echo(line)
     count = len(manifest["images"])

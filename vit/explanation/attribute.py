@@ -12,13 +12,7 @@ from vit.explanation.capture.reader import read_bundle, read_model
 from vit.explanation.explainer import choose_explain_batch_size
 from vit.explanation.methods.maps import compute_maps
 from vit.explanation.methods.registry import find_methods
-from vit.explanation.targets import (
-    CLASS,
-    TargetLike,
-    build_target,
-    find_output_kind,
-    list_targets,
-)
+from vit.explanation.targets import CLASS, TargetLike, build_target, find_output_kind
 from vit.model.logits import compute_logits
 from vit.model.model_info import count_classes, find_class_names, keep_mode
 from vit.runtime.device import run_in_memory
@@ -77,14 +71,13 @@ def attribute(
         reader = read_bundle(bundle)
         class_names = bundle.class_names
         is_multilabel = bundle.is_multilabel
-    target = list_targets(target, len(images))
     (chosen,) = find_methods([method])
     built = CLASS
     # a map that is the same for every class needs none
-    if chosen.class_specific or target != "auto":
+    if chosen.class_specific or not isinstance(target, str) or target != "auto":
         names = class_names or _name_outputs(reader.model, images)
         kind = find_output_kind(reader.model, names, is_multilabel=is_multilabel)
-        built = build_target(target, names, kind)
+        built = build_target(target, names, kind, num_images=len(images))
     parts = []
 
     def explain_part(first: int, end: int) -> None:

@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -12,12 +11,11 @@ from vit.data.images import ImageInputs, list_images
 from vit.data.preprocess import Preprocess
 from vit.explanation.capture.forward import open_reader
 from vit.explanation.explainer import Explainer
-from vit.explanation.gallery.gallery import MAX_IMAGES, describe_card, write_gallery
+from vit.explanation.gallery.gallery import MAX_IMAGES
 from vit.explanation.items import find_items
 from vit.explanation.methods.maps import compute_maps
-from vit.explanation.methods.registry import list_methods
 from vit.explanation.records import MAX_SHEET_IMAGES, Explanations
-from vit.explanation.targets import TargetLike, describe_target, list_targets
+from vit.explanation.targets import TargetLike, describe_target
 from vit.explanation.writer import MapWriter
 from vit.runtime.arguments import as_tuple
 from vit.runtime.signatures import check_arguments
@@ -57,15 +55,14 @@ def explain(
             them. None: `num_images` images of the model's test split.
         methods: Names of methods. "auto" is, for up to 64 images, libra-removal
             and rollout; for more, rollout alone. For a model without attention
-            (ResNet, ConvNeXt, Swin), "auto" is grad-cam and
-            libra-input-x-gradient.
+            (ResNet, ConvNeXt, Swin), "auto" is grad-cam.
         target: Class to explain: a name, an index, "auto" (the predicted one,
-            or every predicted label), "all" or "top3"; also "A - B", the
-            difference of two classes' logits. An index is an integer, or a text
-            where no class is called by a number. A function from outputs [B, C]
-            to numbers [B] is explained itself, such as
-            `lambda logits: logits[:, 3]`. For a model with one output, "auto"
-            is this output. A list or a tensor has a class for each image.
+            or every predicted label); also "A - B", the difference of two
+            classes' logits. An index is an integer, or a text where no class is
+            called by a number. A function from outputs [B, C] to numbers [B] is
+            explained itself, such as `lambda logits: logits[:, 3]`. For a model
+            with one output, "auto" is this output. A list or a tensor has a
+            class for each image.
         map_options: Options of the methods, such as {"head_fusion": "max"}.
             None: their defaults.
         checks: Test every map: are its patches important for the prediction?
@@ -84,10 +81,9 @@ def explain(
 
     Returns:
         The result: `.maps[method]` is a tensor [images, rows, columns] on the
-        patch grid, or [images, classes, rows, columns] for several classes;
-        `.checks[method]` has the patch-removal test of each map. A
-        notebook shows the first images with their maps, and so does `.show()`,
-        elsewhere in the system's image viewer.
+        patch grid, or [images, labels, rows, columns] for several labels;
+        `.checks[method]` has the patch-removal test of each map. A notebook
+        shows the first images with their maps; `.draw_sheet()` is this picture.
 
     Raises:
         ValueError: A method, option, format or class is unknown, or no image
@@ -100,26 +96,21 @@ def explain(
     """
     bundle = open_model(model, device=device, class_names=class_names, preprocess=preprocess)
     # listed once, because listing many images takes a while
-    inputs = None
-    expected = num_images
+    inputs, expected = None, num_images
     if images is not None:
         inputs = list(list_images(images))
         expected = len(inputs)
-    target = list_targets(target, expected)
+    names = as_tuple(methods)
+    if names == ("auto",):
+        names = _choose_auto(bundle, expected)
     has_gallery = output is not None and "html" in as_tuple(formats)
-    names: list[str] = []
-    for method in as_tuple(methods):
-        # a model may have no evidence for a class
-        if method == "auto":
-            names += _choose_auto(bundle, expected)
-        else:
-            names.append(method)
     # everything that can be wrong with the options is checked before an earlier result is replaced
     explainer = Explainer(
         bundle,
-        list(dict.fromkeys(names)),
+        names,
         target=target,
         map_options=map_options,
+        num_images=expected,
         num_tested={None: _NUM_TESTED, True: None, False: 0}[checks],
         num_attended=MAX_IMAGES * has_gallery,
         batch_size=batch_size,
@@ -131,46 +122,37 @@ def explain(
         writer = MapWriter(
             output, bundle, parameters, formats=as_tuple(formats), overwrite=overwrite
         )
-    found = Explanations(bundle, explainer.methods, images=[], unreadable=explainer.unreadable)
-    cards: list[dict[str, Any]] = []  # images of the gallery
+    found = Explanations(bundle, names, images=[], unreadable=explainer.unreadable)
     for batch in explainer.explain(items):
         if writer is not None:
             writer.add(batch)
-        if has_gallery:
-            cards += map(describe_card, batch[: MAX_IMAGES - len(cards)])
         for image in batch:
-            # the pixels of all images may not fit into memory
-            image.pixels = image.attention = None
+            # those of all images may not fit into memory
+            image.attention = None
             if len(found.images) >= MAX_SHEET_IMAGES:
                 image.photo = None
             found.images.append(image)
     problem = "there are no images to explain"
-    if found.unreadable and not found.images:
-        count = len(found.unreadable)
-        problem = f"none of the {count} images could be read: {found.unreadable[0][1]}"
-    elif found.unreadable:
-        problem = (
-            f"{len(found.unreadable)} images can't be read; the first: {found.unreadable[0][1]}"
-        )
+    if found.unreadable:
+        count, (_, reason) = len(found.unreadable), found.unreadable[0]
+        problem = f"{count} images can't be read; the first: {reason}"
     if not found.images:
         raise ValueError(problem)
     if writer is not None:
         writer.finish(found.unreadable)
-        if has_gallery:
-            write_gallery(writer.output / "gallery.html", bundle, cards, images=writer.entries)
     elif found.unreadable:
         warnings.warn(problem, stacklevel=2)
     return found
 
 
-def _choose_auto(bundle: Bundle, num_images: int) -> list[str]:
+def _choose_auto(bundle: Bundle, num_images: int) -> tuple[str, ...]:
     """Choose the methods for "auto"."""
     reader = open_reader(bundle)
     if not reader.has_attention:
-        return list_methods(reader)[:2]
+        return ("grad-cam",)
     # a model without a classifier has no evidence for a class
     if num_images > _MAX_AUTO_IMAGES or not bundle.class_names:
-        return ["rollout"]
+        return ("rollout",)
     if not reader.is_ours:
         # The pooling of other models may have no gates, so it is tried on noise: all tokens of an
         # even image may count alike.
@@ -179,5 +161,5 @@ def _choose_auto(bundle: Bundle, num_images: int) -> list[str]:
         try:
             compute_maps(reader, noise.to(bundle.device), methods=["removal-gradient"])
         except ValueError:
-            return ["rollout"]
-    return ["libra-removal", "rollout"]
+            return ("rollout",)
+    return ("libra-removal", "rollout")

@@ -1,11 +1,10 @@
 """The images to explain, from a user or from a data set, each with a name for its files."""
 
 import hashlib
-import io
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import count, takewhile
+from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,15 +26,12 @@ class ImageItem(NamedTuple):
         path: Name in messages and the manifest: a path, an id of a data set, or image-00000 and so
             on.
         name: Start of the names of its files.
-        number: Its place among the images that were asked for, from 0.
-        read: Return the upright RGB image and the SHA-256 of its file or pixels. Raises ValueError
-            or OSError if it can't be read.
+        read: Return the upright RGB image. Raises ValueError or OSError if it can't be read.
     """
 
     path: str
     name: str
-    number: int
-    read: Callable[[], tuple[Image.Image, str]]
+    read: Callable[[], Image.Image]
 
 
 def find_items(
@@ -59,16 +55,14 @@ def find_items(
     return items_from_dataset(splits.split(), num_images=num_images)
 
 
-def items_from_images(images: Iterable[str | Image.Image]) -> list[ImageItem]:
+def items_from_images(images: Sequence[str | Image.Image]) -> list[ImageItem]:
     """Build items for images from `list_images`, in this order. Images in memory are called
     image-00000 and so on."""
-    images = list(images)
     paths = [
         image if isinstance(image, str) else f"image-{number:05d}"
         for number, image in enumerate(images)
     ]
-    readers = [partial(_read, image) for image in images]
-    return list(map(ImageItem, paths, name_images(paths), count(), readers))
+    return list(map(ImageItem, paths, name_images(paths), [partial(_read, one) for one in images]))
 
 
 def items_from_dataset(dataset: ImageDataset, *, num_images: int) -> list[ImageItem]:
@@ -77,8 +71,8 @@ def items_from_dataset(dataset: ImageDataset, *, num_images: int) -> list[ImageI
     positions = np.linspace(0, len(dataset) - 1, min(num_images, len(dataset)))
     indices = positions.round().astype(int).tolist()
     ids = [dataset.ids[index] for index in indices]
-    readers = [partial(_read_sample, dataset, index) for index in indices]
-    return list(map(ImageItem, ids, name_images(ids, num_shared=0), count(), readers))
+    readers = [partial(dataset.image, index) for index in indices]
+    return list(map(ImageItem, ids, name_images(ids, num_shared=0), readers))
 
 
 def name_images(paths: Sequence[str], num_shared: int | None = None) -> list[str]:
@@ -99,21 +93,5 @@ def name_images(paths: Sequence[str], num_shared: int | None = None) -> list[str
     return names
 
 
-def _read(image: str | Image.Image) -> tuple[Image.Image, str]:
-    """Read an image, and hash the same bytes, in case the file changes meanwhile."""
-    if not isinstance(image, str):
-        return image, _hash(image)
-    try:
-        content = Path(image).read_bytes()
-    except IsADirectoryError as error:
-        raise ValueError(f"{image} is a folder that holds no images, or can't be read") from error
-    return read_image(io.BytesIO(content), name=image), hashlib.sha256(content).hexdigest()
-
-
-def _read_sample(dataset: ImageDataset, index: int) -> tuple[Image.Image, str]:
-    image = dataset.image(index)
-    return image, _hash(image)
-
-
-def _hash(image: Image.Image) -> str:
-    return hashlib.sha256(image.tobytes()).hexdigest()
+def _read(image: str | Image.Image) -> Image.Image:
+    return read_image(Path(image)) if isinstance(image, str) else image

@@ -1,16 +1,13 @@
 """The results of explaining: a map, an image, and all images."""
 
 import io
-import os
-import sys
-import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int, UInt8
+from jaxtyping import Float, Int
 from PIL import Image
 from torch import Tensor
 
@@ -18,7 +15,7 @@ from vit.bundle import Bundle
 from vit.data.preprocess import Geometry
 from vit.explanation.checks.sanity_checks import SanityCheck
 from vit.explanation.methods.registry import Method
-from vit.explanation.render.overlay import PatchMap, relative_to_uniform
+from vit.explanation.render.overlay import PatchMap
 from vit.runtime.arguments import shorten
 
 # photos on the contact sheet, which are kept in memory
@@ -55,11 +52,6 @@ class MapResult:
         verdict = f", {self.sanity_check.verdict}" if self.sanity_check else ""
         return f"MapResult({self.method.name}: {shorten(self.caption, 120)}{verdict})"
 
-    @property
-    def shown_values(self) -> PatchMap:
-        """The values in multiples of the average patch."""
-        return relative_to_uniform(self.values)
-
 
 @dataclass(repr=False)
 class ImageResult:
@@ -67,17 +59,13 @@ class ImageResult:
 
     Attributes:
         path: Its name in messages and the manifest.
-        name: Start of the names of its files.
-        title: Its name on pages and pictures.
-        number: Its place among the images that were asked for, from 0.
-        sha256: Digest of its file, or of the pixels of an image in memory.
+        name: Its name on pages and pictures, and the start of the names of its files.
         geometry: Size of the original, and the box of the model's input.
         photo: The upright RGB image, up to 512 pixels a side; None for those after the first 24.
-        pixels: The model's input, until the image is in the result.
         maps: Maps in the order of the methods, then in the order of the classes.
         prediction: Index, name and probability of the predicted class, or of the most probable
-            label that is predicted, if any is; where an image may have several labels, "labels" has
-            those that are predicted. Without probabilities, the name is the target and its value.
+            label; where an image may have several labels, "labels" has those that are predicted.
+            Without probabilities, the name is the target and its value.
         probabilities: Probabilities of the classes at the temperature of the model file; empty if
             the model has no probabilities.
         targets: Classes that are explained; empty if the target isn't about a class.
@@ -87,12 +75,8 @@ class ImageResult:
 
     path: str
     name: str
-    title: str
-    number: int
-    sha256: str
     geometry: Geometry
     photo: Image.Image | None
-    pixels: UInt8[np.ndarray, "H W 3"] | None
     maps: list[MapResult] = field(default_factory=list)
     prediction: Mapping[str, Any] = field(default_factory=dict)
     probabilities: Float[np.ndarray, " C"] = field(default_factory=lambda: np.empty(0, np.float32))
@@ -104,65 +88,23 @@ class ImageResult:
         maps = shorten(", ".join(result.method.name for result in self.maps), 120)
         return f"ImageResult({shorten(self.path, 120)!r}: {maps or 'no maps'})"
 
-    @property
-    def grid(self) -> tuple[int, int]:
-        """Number of patches, (rows, columns)."""
-        rows, columns = self.maps[0].values.shape
-        return rows, columns
-
-    def describe(self, *, has_overlays: bool) -> dict[str, Any]:
-        """Describe the image for the manifest."""
-        maps = []
-        for result in self.maps:
-            target = None
-            if result.target_name is not None:
-                target = describe_class(result.target, result.target_name, self.probabilities)
-            maps.append(
-                {
-                    "method": result.method.name,
-                    "class_specific": result.method.class_specific,
-                    "target": target,
-                    "caption": result.caption,
-                    "score": result.score,
-                    "map_key": result.key,
-                    "overlay": f"{result.key}.png" if has_overlays else None,
-                    "sanity_check": result.sanity_check and asdict(result.sanity_check),
-                }
-            )
-        return {
-            "path": self.path,
-            "name": self.name,
-            "title": self.title,
-            "sha256": self.sha256,
-            "size": list(self.geometry.original_size),
-            "box": list(self.geometry.box),
-            "predicted": self.prediction,
-            "grid": list(self.grid),
-            "maps": maps,
-        }
+    def describe_class(self, index: int | None, name: str) -> dict[str, Any]:
+        """Describe a class, or a target that isn't one, for the manifest."""
+        probability = None
+        if index is not None and len(self.probabilities):
+            probability = float(self.probabilities[index])
+        return {"index": index, "name": name, "probability": probability}
 
     def describe_prediction(self) -> str:
         """Describe the prediction in words; without probabilities it is the name alone."""
-
-        def describe(one: Mapping[str, Any]) -> str:
-            return f"{one['name']}  {100 * one['probability']:.1f} %"
-
         if self.prediction["probability"] is None:
             return str(self.prediction["name"])
         labels = self.prediction.get("labels", [self.prediction])
+        start = "predicted"
         if not labels:
-            return f"no label predicted; most probable: {describe(self.prediction)}"
-        return f"predicted {', '.join(map(describe, labels))}"
-
-
-def describe_class(
-    index: int | None, name: str, probabilities: Float[np.ndarray, " C"]
-) -> dict[str, Any]:
-    """Describe a class, or a target that isn't one."""
-    probability = None
-    if index is not None and len(probabilities):
-        probability = float(probabilities[index])
-    return {"index": index, "name": name, "probability": probability}
+            start, labels = "no label predicted; most probable:", [self.prediction]
+        words = [f"{one['name']}  {100 * one['probability']:.1f} %" for one in labels]
+        return f"{start} {', '.join(words)}"
 
 
 @dataclass(repr=False)
@@ -170,8 +112,7 @@ class Explanations:
     """Explained images, in the order in which they were passed.
 
     Attributes:
-        bundle: The model; a pickled copy has none.
-        class_names: Names of its classes.
+        bundle: The model.
         methods: Names of the methods.
         images: Images that could be read, the first with their photos.
         unreadable: Path and reason for each image that could not be read.
@@ -181,14 +122,6 @@ class Explanations:
     methods: Sequence[str]
     images: list[ImageResult]
     unreadable: list[tuple[str, str]]
-    class_names: tuple[str, ...] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.class_names = self.bundle.class_names
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what is pickled: all but the model, which has a file of its own."""
-        return {name: value for name, value in vars(self).items() if name != "bundle"}
 
     def __repr__(self) -> str:
         """Return one line, because notebooks show the result of a cell."""
@@ -198,45 +131,21 @@ class Explanations:
         )
 
     def _repr_jpeg_(self) -> bytes:
-        """Return the contact sheet, which notebooks show."""
+        """Return the contact sheet, which notebooks show and keep: JPEG is an eighth of the
+        size."""
         file = io.BytesIO()
-        # a notebook keeps it: as JPEG it is an eighth of the size
         self.draw_sheet().save(file, "JPEG", quality=75)
         return file.getvalue()
 
-    def show(self) -> None:
-        """Show the contact sheet: in a notebook below the cell, otherwise in the system's image
-        viewer."""
-        if "ipykernel" in sys.modules:
-            from IPython.display import display
-
-            display(self)  # type: ignore[no-untyped-call]
-        elif sys.platform == "linux" and not {"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys():
-            warnings.warn(
-                "there is no screen to show pictures on; save them: .draw_sheet().save('maps.png')",
-                stacklevel=2,
-            )
-        else:
-            self.draw_sheet().show(title=repr(self))
-
     def draw_sheet(self) -> Image.Image:
-        """Draw the first images with their maps; without images, an empty picture."""
+        """Draw the first images with their maps."""
         from vit.explanation.render.figure import draw_sheet  # matplotlib takes half a second
 
-        shown = self.images[:MAX_SHEET_IMAGES]
-        # a picture all the same, for notebooks
-        if not shown:
-            return Image.new("RGB", (1, 1), "white")
-        return draw_sheet(shown)
-
-    @property
-    def paths(self) -> list[str]:
-        """Paths of the n images; `image-00000` and so on for images in memory."""
-        return [image.path for image in self.images]
+        return draw_sheet(self.images[:MAX_SHEET_IMAGES])
 
     @property
     def maps(self) -> dict[str, Float[Tensor, "n ..."]]:
-        """Maps of each method, float32 on the patch grid: [n, rows, columns], or for T classes
+        """Maps of each method, float32 on the patch grid: [n, rows, columns], or for T labels
         [n, T, rows, columns]. Images of fewer labels than others end with maps of NaN."""
         found = {}
         for name in self.methods:

@@ -1,10 +1,11 @@
-"""Write explained images: overlays, exact arrays, and a manifest that describes them.
+"""Write explained images: overlays, exact arrays, the gallery, and a manifest that describes them.
 
 Equal inputs and settings give equal bytes: no times, no random numbers, sorted order.
 """
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -14,12 +15,13 @@ import numpy as np
 from PIL import Image
 
 from vit.bundle import Bundle
+from vit.explanation.gallery.gallery import MAX_IMAGES, describe_card, write_gallery
 from vit.explanation.records import MAX_SHEET_IMAGES, ImageResult, MapResult
 from vit.explanation.render.overlay import draw_overlay
 from vit.runtime.arguments import check_choice
 from vit.runtime.files import format_json, open_output, write_arrays, write_atomically
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 SHEET_FILE = "index.png"
 _FORMATS = ("png", "svg", "pdf", "npz", "html")
 _LIBRARIES = ("vit-pipeline", "torch", "torchvision", "timm", "numpy", "Pillow", "matplotlib")
@@ -34,12 +36,8 @@ class MapWriter:
         bundle: The model.
         parameters: Everything that the maps depend on, for the manifest.
         formats: "png" for overlays and index.png of the first images, "svg" and "pdf" for figures,
-            "npz" for maps.npz. "html" is written elsewhere.
+            "npz" for maps.npz, "html" for the gallery.
         overwrite: Replace an earlier result.
-
-    Attributes:
-        output: The directory.
-        entries: The images as the manifest describes them.
 
     Raises:
         ValueError: A format is unknown.
@@ -57,13 +55,14 @@ class MapWriter:
     ) -> None:
         for name in formats:
             check_choice(name, _FORMATS, name="--format")
-        self.output = open_output(output, overwrite=overwrite)
+        self._output = open_output(output, overwrite=overwrite)
         self._bundle = bundle
         self._parameters = parameters
         self._formats = formats
-        self.entries: list[dict[str, Any]] = []  # images as the manifest describes them
+        self._entries: list[dict[str, Any]] = []  # images as the manifest describes them
         self._arrays: dict[str, np.ndarray] = {}
         self._shown: list[ImageResult] = []  # images of the contact sheet
+        self._cards: list[dict[str, Any]] = []  # images of the gallery
 
     def add(self, images: Sequence[ImageResult]) -> None:
         """Add a batch, and write its pictures."""
@@ -71,11 +70,12 @@ class MapWriter:
         maps = [(image, result) for image in images for result in image.maps]
         with ThreadPoolExecutor() as pool:
             list(pool.map(self._draw, maps))
-        has_overlays = "png" in self._formats
-        self.entries += [image.describe(has_overlays=has_overlays) for image in images]
+        self._entries += map(_describe_image, images)
         self._arrays |= {result.key: result.values for _, result in maps}
-        if has_overlays:
+        if "png" in self._formats:
             self._shown += images[: MAX_SHEET_IMAGES - len(self._shown)]
+        if "html" in self._formats:
+            self._cards += map(describe_card, images[: MAX_IMAGES - len(self._cards)])
 
     def finish(self, unreadable: Sequence[tuple[str, str]]) -> None:
         """Write the files of all images.
@@ -84,11 +84,11 @@ class MapWriter:
             unreadable: Path and reason for each image that could not be read.
         """
         if "npz" in self._formats:
-            write_arrays(self.output / "maps.npz", dict(sorted(self._arrays.items())))
+            write_arrays(self._output / "maps.npz", dict(sorted(self._arrays.items())))
         if self._shown:
             from vit.explanation.render.figure import draw_sheet  # matplotlib takes half a second
 
-            _write_picture(self.output / SHEET_FILE, draw_sheet(self._shown))
+            _write_picture(self._output / SHEET_FILE, draw_sheet(self._shown))
         manifest = {
             "schema_version": SCHEMA_VERSION,
             "parameters": self._parameters,
@@ -97,23 +97,54 @@ class MapWriter:
             "run_id": self._bundle.metadata.get("run_id"),
             "preprocess": self._bundle.preprocess.to_dict(),
             "versions": {name: version(name) for name in _LIBRARIES},
-            "images": sorted(self.entries, key=lambda entry: entry["path"]),
+            "images": sorted(self._entries, key=lambda entry: entry["path"]),
             "unreadable": [{"path": path, "reason": reason} for path, reason in unreadable],
         }
-        write_atomically(self.output / "manifest.json", format_json(manifest))
+        write_atomically(self._output / "manifest.json", format_json(manifest))
+        if "html" in self._formats:
+            path = self._output / "gallery.html"
+            write_gallery(path, self._bundle, self._cards, images=self._entries)
 
     def _draw(self, pair: tuple[ImageResult, MapResult]) -> None:
         """Write the pictures of one map."""
         image, result = pair
-        photo, signed = image.photo, result.method.signed
-        assert photo is not None
+        assert image.photo is not None
         if "png" in self._formats:
-            picture = draw_overlay(photo, result.shown_values, image.geometry, signed=signed)
-            _write_picture(self.output / f"{result.key}.png", picture)
+            picture = draw_overlay(
+                image.photo, result.values, image.geometry, signed=result.method.signed
+            )
+            _write_picture(self._output / f"{result.key}.png", picture)
         for kind in {"svg", "pdf"} & set(self._formats):
             from vit.explanation.render.figure import save_figure  # see `finish`
 
-            save_figure(self.output / f"{result.key}.{kind}", image, result, kind=kind)
+            save_figure(self._output / f"{result.key}.{kind}", image, result)
+
+
+def _describe_image(image: ImageResult) -> dict[str, Any]:
+    """Describe an image for the manifest."""
+    maps = []
+    for result in image.maps:
+        target = None
+        if result.target_name is not None:
+            target = image.describe_class(result.target, result.target_name)
+        maps.append(
+            {
+                "method": result.method.name,
+                "target": target,
+                "caption": result.caption,
+                "score": result.score,
+                "map_key": result.key,
+                "sanity_check": result.sanity_check and asdict(result.sanity_check),
+            }
+        )
+    return {
+        "path": image.path,
+        "name": image.name,
+        "size": list(image.geometry.original_size),
+        "box": list(image.geometry.box),
+        "predicted": image.prediction,
+        "maps": maps,
+    }
 
 
 def _write_picture(path: Path, picture: Image.Image) -> None:

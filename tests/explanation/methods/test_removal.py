@@ -2,6 +2,7 @@
 worked by hand."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,10 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from tests.explanation import hand_written
 from tests.explanation.model_zoo import MODELS, build
 from vit.explanation.capture.forward import run_forward
-from vit.explanation.methods.removal import compute_removal_gradient
+from vit.explanation.methods.removal import compute_removal_map
 from vit.model.logits import compute_logits
 
 Build = Callable[..., tuple[nn.Module, Tensor]]
@@ -108,8 +108,10 @@ def gated_score(
 
 def removal_gradient(model: nn.Module, images: Tensor, *, probability: bool) -> tuple[Tensor, int]:
     forward = run_forward(model, images, gradients=True)
-    score = (forward.logits.softmax(dim=1) if probability else forward.logits)[:, CLASS]
-    return compute_removal_gradient(forward, score).detach(), forward.num_prefix_tokens
+    if not probability:
+        forward.target = replace(forward.target, value=forward.target.score)
+    classes = torch.full((len(images),), CLASS)
+    return compute_removal_map(forward, classes).detach(), forward.num_prefix_tokens
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in WITHOUT_GATES])
@@ -146,7 +148,20 @@ def test_a_maximum_has_no_first_order(from_timm: Build) -> None:
     assert found.abs().max() > 0
 
 
-def test_an_unknown_pooling_is_refused() -> None:
-    model, images = hand_written.build(hand_written.MODELS["weighted mean"].build)
-    with pytest.raises(ValueError, match="Classifier pools by something other than a mean"):
-        removal_gradient(model, images, probability=False)
+class WeightedMean(nn.Module):
+    """A classifier of a mean whose weights depend on the tokens."""
+
+    def __init__(self, encoder: nn.Module) -> None:
+        super().__init__()
+        self.encoder, self.weigh = encoder, nn.Linear(24, 1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        tokens = self.encoder.forward_features(images)
+        pooled = (self.weigh(tokens).softmax(dim=1).mT @ tokens)[:, 0]
+        return self.encoder.forward_head(pooled[:, None])
+
+
+def test_an_unknown_pooling_is_refused(from_timm: Build) -> None:
+    encoder, images = from_timm(class_token=False, global_pool="avg")
+    with pytest.raises(ValueError, match="WeightedMean pools by something other than a mean"):
+        removal_gradient(WeightedMean(encoder), images, probability=False)

@@ -22,7 +22,7 @@ from vit.evaluation.report.contrast import (
     whiten,
 )
 from vit.explanation.render.page import encode_photo, encode_signed_map, name_model, render_page
-from vit.explanation.training_photos import Neighbour, TrainingPhotos
+from vit.explanation.training_photos import Neighbour, find_training_photos
 from vit.runtime.numbers import format_interval, format_number, format_percent
 
 if TYPE_CHECKING:
@@ -108,12 +108,10 @@ def _show_mistakes(result: "EvaluationResult") -> tuple[dict[int, list[Any]], st
         problem = "the model has seen these images, unlike the probes of the folds"
     elif mistakes:
         # they are the ones that the model file names, if they are on this machine
-        training = TrainingPhotos(bundle, side=SIDE)
-        if scores.is_multilabel:
-            neighbours = training.find(photos, 2)
-        else:
-            classes = [(mistake.place, mistake.predicted) for mistake in mistakes]
-            neighbours = training.find_of_classes(photos, classes)
+        wanted: list[list[tuple[int, int | None]]] = [[(2, None)] for _ in mistakes]
+        if not scores.is_multilabel:
+            wanted = [[(1, mistake.place), (1, mistake.predicted)] for mistake in mistakes]
+        neighbours = find_training_photos(bundle, photos, wanted, side=SIDE)
         try:
             contrasts = explain_mistakes(bundle, mistakes, photos)
         except ValueError as error:

@@ -12,7 +12,7 @@ quadratic in the position, so that a map of the middle isn't confirmed as one of
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -55,57 +55,15 @@ class SanityCheck:
         agreement: Correlation of the signed roots of the map's differences from its median with the
             evidence, -1 to 1.
         p_value: Fraction of the alternatives, including the map, that agree as well as the map.
-        alternatives: Number of alternatives.
-        patches: The patches that were removed, such as "groups of 4 × 4 patches".
     """
 
     verdict: str
     reason: str
     agreement: float
     p_value: float
-    alternatives: int
-    patches: str
 
     def __str__(self) -> str:
         return f"{self.verdict}: {self.reason}"
-
-
-class MapChecks(NamedTuple):
-    """Tests of one map of each image, as tensors that are copied to the host together with the
-    maps."""
-
-    p_value: Float[Tensor, " B"]
-    agreement: Float[Tensor, " B"]
-    is_constant: Bool[Tensor, " B"]
-    grid: Grid
-
-    def to_list(self) -> list[SanityCheck]:
-        """Return the test of each image; the tensors must be on the host."""
-        tiles = choose_tiles(self.grid, torch.device("cpu"))
-        patches = "single patches"
-        if tiles.side > 1:
-            patches = f"groups of {tiles.side} × {tiles.side} patches"
-        columns = (self.p_value.tolist(), self.agreement.tolist(), self.is_constant.tolist())
-        checks = []
-        for p_value, agreement, is_constant in zip(*columns, strict=True):
-            test = f"shifted copies of the map ({patches} removed)"
-            # rounded down, because 94.9 % are less than the verdict's 95 %
-            percent = math.floor(100 * (1 - p_value) + 1e-6)
-            verdict, reason = CONFIRMED, f"better than {percent} % of {test}"
-            if len(tiles.means) < MIN_TILES:
-                rows, across = self.grid
-                verdict = NOT_TESTED
-                reason = f"with {rows} × {across} patches, the test can't tell"
-            elif is_constant:
-                verdict, reason = NOT_CONFIRMED, "every patch has the same value"
-            elif p_value > MAX_P_PARTLY_CONFIRMED:
-                verdict, reason = NOT_CONFIRMED, f"no better than {test}"
-            elif p_value > MAX_P_CONFIRMED:
-                verdict = PARTLY_CONFIRMED
-            checks.append(
-                SanityCheck(verdict, reason, agreement, p_value, len(tiles.places), patches)
-            )
-        return checks
 
 
 class Tiles(NamedTuple):
@@ -126,36 +84,49 @@ class Tiles(NamedTuple):
     trends: list[tuple[Tensor, Tensor]]
 
 
+def describe_check(p_value: float, agreement: float, grid: Grid) -> SanityCheck:
+    """Return the test of a map of this grid from its numbers."""
+    tiles = choose_tiles(grid, torch.device("cpu"))
+    patches = "single patches"
+    if tiles.side > 1:
+        patches = f"groups of {tiles.side} × {tiles.side} patches"
+    test = f"shifted copies of the map ({patches} removed)"
+    # rounded down, because 94.9 % are less than the verdict's 95 %
+    percent = math.floor(100 * (1 - p_value) + 1e-6)
+    verdict, reason = CONFIRMED, f"better than {percent} % of {test}"
+    if len(tiles.means) < MIN_TILES:
+        verdict, reason = NOT_TESTED, f"with {grid[0]} × {grid[1]} patches, the test can't tell"
+    elif p_value > MAX_P_PARTLY_CONFIRMED:
+        verdict, reason = NOT_CONFIRMED, f"no better than {test}"
+    elif p_value > MAX_P_CONFIRMED:
+        verdict = PARTLY_CONFIRMED
+    return SanityCheck(verdict, reason, agreement, p_value)
+
+
 def check_maps(
-    forward: Forward,
-    targets: Int[Tensor, "B T"],
-    maps: Sequence[Maps],
-    *,
-    count: int | None = None,
-) -> list[list[MapChecks]]:
-    """Test maps of one forward pass, all by the same passes without tiles.
+    forward: Forward, targets: Int[Tensor, "B T"], maps: Sequence[Maps]
+) -> list[Float[Tensor, "B _ 2"]]:
+    """Test maps of the first images of a forward pass, all by the same passes without tiles.
 
     Args:
         forward: The pass.
-        targets: Classes that are explained.
+        targets: Classes that are explained, of the images that are tested.
         maps: Maps of each method for these classes. Maps that don't depend on the class are tested
             for the predicted one, or for a target that isn't about a class.
-        count: Number of images, from the first on, whose maps are tested. None: all.
 
     Returns:
-        The tests by method and class, on the model's device; none if no image is tested.
+        What `describe_check` takes for each method, image and class, on the model's device.
     """
-    if count == 0:
-        return [[] for _ in maps]
+    count = len(targets)
     predicted = targets[:, :1]
-    if not forward.target.predicted_first and forward.target.name is None:
-        predicted = forward.logits.argmax(dim=1, keepdim=True)
-    *drops, of_predicted = measure_drops(forward, torch.cat([targets, predicted], dim=1)[:count])
+    if forward.target.classes is not None and forward.target.name is None:
+        predicted = forward.logits[:count].argmax(dim=1, keepdim=True)
+    *drops, of_predicted = measure_drops(forward, torch.cat([targets, predicted], dim=1))
     checks = []
     for method, values in maps:
         evidence = drops if method.class_specific else [of_predicted]
         columns = zip(values[:count].unbind(dim=1), evidence, strict=True)
-        checks.append([check_map(*column) for column in columns])
+        checks.append(torch.stack([check_map(*column) for column in columns], dim=1))
     return checks
 
 
@@ -184,10 +155,10 @@ def measure_drops(forward: Forward, classes: Int[Tensor, "B T"]) -> list[Float[T
     return drops
 
 
-def check_map(maps: PatchMaps, drops: Float[Tensor, "B m"]) -> MapChecks:
-    """Compare each image's map, and its alternatives, with the losses without each tile."""
-    grid = (maps.shape[1], maps.shape[2])
-    tiles = choose_tiles(grid, maps.device)
+def check_map(maps: PatchMaps, drops: Float[Tensor, "B m"]) -> Float[Tensor, "B 2"]:
+    """Compare each image's map, and its alternatives, with the losses without each tile. Return the
+    p-value and the agreement, see `SanityCheck`."""
+    tiles = choose_tiles((maps.shape[1], maps.shape[2]), maps.device)
     # double precision, because p-values count ties
     drops = drops.double()
     # Roots, because a few outliers would decide over the values themselves, and the mean of a
@@ -208,24 +179,21 @@ def check_map(maps: PatchMaps, drops: Float[Tensor, "B m"]) -> MapChecks:
         (alternatives >= alternatives[:, :1] - 1e-6).double().mean(dim=1)
         for alternatives in correlations
     ]
-    return MapChecks(
-        p_value=torch.stack(p_values).amax(dim=0),
-        agreement=correlations[0][:, 0],
-        is_constant=maps.flatten(1).amax(dim=1) == maps.flatten(1).amin(dim=1),
-        grid=grid,
-    )
+    return torch.stack([torch.stack(p_values).amax(dim=0), correlations[0][:, 0]], dim=1)
 
 
-def count_confirmed(verdicts: Mapping[str, Sequence[str]]) -> list[str]:
+def count_confirmed(maps: Iterable[tuple[str, str]]) -> list[str]:
     """Return a line for each method that says how many of its tested maps are confirmed, from the
-    verdicts of its maps."""
-    lines = []
-    for method, of_method in verdicts.items():
-        tested = [verdict for verdict in of_method if verdict != NOT_TESTED]
-        if tested:
-            confirmed = f"{tested.count(CONFIRMED)} of {len(tested)} maps confirmed"
-            lines.append(f"{method}: {confirmed} by the patch-removal test")
-    return lines
+    method and the verdict of each map."""
+    tested: dict[str, list[str]] = {}
+    for method, verdict in maps:
+        if verdict != NOT_TESTED:
+            tested.setdefault(method, []).append(verdict)
+    return [
+        f"{method}: {verdicts.count(CONFIRMED)} of {len(verdicts)} maps confirmed by the"
+        " patch-removal test"
+        for method, verdicts in tested.items()
+    ]
 
 
 # copied to the device once, because each copy waits for the device
@@ -252,7 +220,10 @@ def choose_tiles(grid: Grid, device: torch.device) -> Tiles:
     tile_of_member, members = tiles.nonzero().unbind(dim=1)
     belongs = (torch.arange(len(tiles))[:, None] == tile_of_member).double()
     means = belongs / sizes[:, None]
-    trend = _quadratic(grid)
+    # 1, x, y, x², xy and y² of each patch
+    down, across = (torch.linspace(-1, 1, length, dtype=torch.float64) for length in grid)
+    y, x = (values.flatten() for values in torch.meshgrid(down, across, indexing="ij"))
+    trend = torch.stack([torch.ones_like(x), x, y, x * x, x * y, y * y], dim=1)
     return Tiles(
         side,
         [rows.to(device) for rows in kept],
@@ -268,13 +239,10 @@ def choose_tiles(grid: Grid, device: torch.device) -> Tiles:
 def tile_patches(grid: Grid, size: int) -> Bool[Tensor, "m P"]:
     """Return the patches of each tile of about size × size patches, smaller tiles first. If a side
     is not a multiple of `size`, tiles differ by one row or column."""
-    sides = []
-    for side in grid:
-        num_tiles = math.ceil(side / size)
-        sides.append(torch.arange(side) * num_tiles // side)
-    down, across = sides
-    tile_of_patch = (down[:, None] * math.ceil(grid[1] / size) + across).flatten()
-    tiles = tile_of_patch == torch.arange(int(tile_of_patch[-1]) + 1)[:, None]
+    num_tiles = [math.ceil(side / size) for side in grid]
+    down, across = (torch.arange(s) * n // s for s, n in zip(grid, num_tiles, strict=True))
+    tile_of_patch = (down[:, None] * num_tiles[1] + across).flatten()
+    tiles = tile_of_patch == torch.arange(math.prod(num_tiles))[:, None]
     return tiles[tiles.sum(dim=1).argsort(stable=True)]
 
 
@@ -314,10 +282,3 @@ def list_alternatives(grid: Grid) -> Int[Tensor, "K P"]:
     # orientations equally often
     chosen = copies[:: math.ceil(len(copies) / MAX_ALTERNATIVES) | 1]
     return torch.stack([turned.roll(shift, (0, 1)).flatten() for turned, shift in chosen])
-
-
-def _quadratic(grid: Grid) -> Float[Tensor, "P 6"]:
-    """Compute 1, x, y, x², xy and y² of each patch."""
-    down, across = (torch.linspace(-1, 1, side, dtype=torch.float64) for side in grid)
-    y, x = (values.flatten() for values in torch.meshgrid(down, across, indexing="ij"))
-    return torch.stack([torch.ones_like(x), x, y, x * x, x * y, y * y], dim=1)

@@ -24,7 +24,6 @@ from vit.runtime.tensors import Images, Tokens
 
 # drop tokens if the model allows it, otherwise paint; or always paint
 Fill = Literal["auto", "mean"]
-
 # from places among the B images, and the patches of each that are kept, to logits
 ComputeKept = Callable[[Int[Tensor, " R"], Int[Tensor, "R kept"]], Float[Tensor, "R C"]]
 

@@ -17,7 +17,7 @@ from vit.data.dataset import printable
 from vit.explanation.checks.sanity_checks import NOT_TESTED, VERDICTS, count_confirmed
 from vit.explanation.methods.registry import METHODS
 from vit.explanation.records import ImageResult, MapResult
-from vit.explanation.render.overlay import fit_scale, palette, resize_picture, shade
+from vit.explanation.render.overlay import palette, resize_picture, shade
 from vit.explanation.render.page import BADGES, encode_picture, name_model, render_page
 from vit.runtime.files import write_atomically
 
@@ -40,12 +40,12 @@ def write_gallery(
     """
     maps = [described for image in images for described in image["maps"]]
     targets = [described["target"] for described in maps if described["target"]]
-    verdicts: dict[str, list[str]] = {}
-    for described in maps:
-        if described["sanity_check"]:
-            of_method = verdicts.setdefault(described["method"], [])
-            of_method.append(described["sanity_check"]["verdict"])
     classes = {each["index"]: each["name"] for each in targets if each["index"] is not None}
+    verdicts = [
+        (described["method"], described["sanity_check"]["verdict"])
+        for described in maps
+        if described["sanity_check"]
+    ]
     context = {
         "title": f"Attention maps of {name_model(bundle.name)}",
         "images": cards,
@@ -70,11 +70,11 @@ def describe_card(image: ImageResult) -> dict[str, Any]:
     box = (left / width, top / height, (right - left) / width, (bottom - top) / height)
     attention = image.attention or {}
     return {
-        "title": printable(image.title),
+        "title": image.name,
         "photo": encode_picture(photo),
         "size": (width, height),
         "box": [100 * part for part in box],
-        "grid": image.grid,
+        "grid": image.maps[0].values.shape,
         "predicted": printable(str(image.prediction["name"])),
         "confidence": image.prediction["probability"],
         "said": image.describe_prediction(),
@@ -86,8 +86,8 @@ def describe_card(image: ImageResult) -> dict[str, Any]:
 
 def _describe_map(result: MapResult) -> dict[str, Any]:
     # colours as on the overlays, with the opacity in the fourth channel
-    values = result.shown_values
-    heat, strength = shade(values, fit_scale(values, signed=result.method.signed))
+    rows, columns = result.values.shape
+    heat, strength = shade(result.values, (columns, rows), signed=result.method.signed)
     heat.putalpha(Image.fromarray((255 * strength).round().astype(np.uint8)))
     check = result.sanity_check
     verdict = check.verdict if check else NOT_TESTED

@@ -5,8 +5,8 @@ Notation: A is the attention and G = ∂f/∂A of a layer [H, N, N], f the class
 softmax, u the weights of the pooling, ()⁺ the positive part. Functions take a whole batch; N×N
 matrices exist for a few images at a time.
 
-All functions take a forward pass with gradients, one class of each image and the method's options,
-and return the relevance of each token [B, N], including prefix tokens.
+All functions take a forward pass with gradients and one class of each image, and return the
+relevance of each token [B, N], including prefix tokens.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ from vit.explanation.targets import Classes
 from vit.model.logits import at_least_float32
 
 
-def compute_gae(forward: Forward, classes: Classes, *, start_layer: int = 0) -> TokenWeights:
+def compute_gae(forward: Forward, classes: Classes) -> TokenWeights:
     """Generic attention explanation (Chefer, Gur & Wolf, ICCV 2021, eq. 5 and 6).
 
     Ā = mean_h (G⊙A)⁺, R ← R + Ā·R from R = I, and the map is uᵀ(R − I). The identity is subtracted
@@ -32,9 +32,8 @@ def compute_gae(forward: Forward, classes: Classes, *, start_layer: int = 0) -> 
 
     Ā grows with the logit's scale, and so does its weight relative to the identity, so maps of
     models with other logit scales can't be compared.
-
     """
-    layers = forward.record.differentiate(forward.score(classes))[start_layer:]
+    layers = forward.record.differentiate(forward.score(classes))
 
     def roll_up(images: slice) -> TokenWeights:
         row = at_least_float32(forward.pool_weights)[images]
@@ -72,9 +71,8 @@ def compute_difference_x_gradient(forward: Forward, classes: Classes) -> TokenWe
     gradient = differentiate(forward.score(classes), forward.images)
     product = (pixels * gradient).sum(dim=1, keepdim=True)  # [B, 1, height, width]
 
-    # a place of a feature map may not be a whole number of pixels wide
+    # a mean times the number of pixels is a sum
     patches = F.adaptive_avg_pool2d(product, forward.grid)
-    # a mean times the number of pixels, which may be a fraction, is a sum
     patches = patches * (product[0].numel() / (forward.grid[0] * forward.grid[1]))
     prefix = product.new_zeros(len(product), forward.num_prefix_tokens)
     return torch.cat([prefix, patches.flatten(1)], dim=1)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 from vit.runtime.device import list_tensors
 
@@ -69,15 +70,9 @@ def _list_signals(value: Any) -> list[Tensor]:
     return [tensor for tensor in list_tensors(value) if tensor.requires_grad]
 
 
-def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Return arguments with each tensor replaced by the result of `function`."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, dict):
-        return {name: map_tensors(function, part) for name, part in value.items()}
-    if isinstance(value, tuple | list):
-        return type(value)([map_tensors(function, part) for part in value])
-    return value
+def _hold_tensors(value: Any) -> Any:
+    """Return arguments with their tensors as constants."""
+    return tree_map_only(Tensor, Tensor.detach, value)
 
 
 def _swap(result: Tensor, linear: Tensor) -> Tensor:
@@ -85,14 +80,18 @@ def _swap(result: Tensor, linear: Tensor) -> Tensor:
     return result.detach() + (linear - linear.detach())
 
 
-def _weigh_gradient(weight: float | Tensor, tensor: Tensor) -> Tensor:
-    """Return the tensor with `weight` times its gradient."""
-    if not tensor.requires_grad:
-        return tensor
-    weighted = tensor.view_as(tensor)
-    hook: Callable[..., object] = weighted.register_hook
-    hook(lambda gradient: gradient * weight)
-    return weighted
+def _weigh_gradient(weight: float | Tensor, value: Any) -> Any:
+    """Return arguments whose tensors have `weight` times their gradient."""
+
+    def weigh(tensor: Tensor) -> Tensor:
+        if not tensor.requires_grad:
+            return tensor
+        weighted = tensor.view_as(tensor)
+        hook: Callable[..., object] = weighted.register_hook
+        hook(lambda gradient: gradient * weight)
+        return weighted
+
+    return tree_map_only(Tensor, weigh, value)
 
 
 def _hold(func: Function, args: Arguments, kwargs: Options) -> Any:
@@ -102,7 +101,7 @@ def _hold(func: Function, args: Arguments, kwargs: Options) -> Any:
 
 def _divide(func: Function, args: Arguments, kwargs: Options) -> Any:
     """Take the denominator as a constant."""
-    return func(args[0], *map_tensors(Tensor.detach, args[1:]), **kwargs)
+    return func(args[0], *_hold_tensors(args[1:]), **kwargs)
 
 
 def _activate(func: Function, args: Arguments, kwargs: Options) -> Any:
@@ -134,13 +133,16 @@ def _multiply(func: Function, args: Arguments, kwargs: Options) -> Any:
     if len(signals) < 2:
         return func(*args, **kwargs)
     if 0 < len(gates) < len(signals):
-        args = map_tensors(lambda one: one.detach() if hasattr(one, _GATE) else one, args)
-    share = 1 / len(_list_signals(args))
-    return func(*map_tensors(partial(_weigh_gradient, share), args), **kwargs)
+        args = tree_map_only(Tensor, _hold_gate, args)
+    return func(*_weigh_gradient(1 / len(_list_signals(args)), args), **kwargs)
+
+
+def _hold_gate(tensor: Tensor) -> Tensor:
+    return tensor.detach() if hasattr(tensor, _GATE) else tensor
 
 
 def _apply_degree(degree: float, func: Function, args: Arguments, kwargs: Options) -> Any:
-    return func(*map_tensors(partial(_weigh_gradient, 1 / degree), args), **kwargs)
+    return func(*_weigh_gradient(1 / degree, args), **kwargs)
 
 
 def _raise(func: Function, args: Arguments, kwargs: Options) -> Any:
@@ -156,49 +158,26 @@ def _raise(func: Function, args: Arguments, kwargs: Options) -> Any:
 
 
 def _normalise(func: Function, args: Arguments, kwargs: Options) -> Any:
-    """Compute layer norm or RMS norm with a constant deviation."""
+    """Compute layer norm, RMS norm or group norm with a constant deviation."""
     result = func(*args, **kwargs)
     if not result.requires_grad:
         return result
-    tokens, normalized_shape = args
-    dims = tuple(range(-len(normalized_shape), 0))
-    eps = kwargs["eps"]
-    if eps is None:  # torch's default of RMS norm
-        eps = torch.finfo(tokens.dtype).eps
-    if "bias" in kwargs:  # layer norm
-        tokens = tokens - tokens.mean(dim=dims, keepdim=True)
-    return _rescale(result, tokens, dims, eps=eps, weight=kwargs["weight"], bias=kwargs.get("bias"))
-
-
-def _normalise_groups(func: Function, args: Arguments, kwargs: Options) -> Any:
-    """Compute group norm with constant deviations."""
-    result = func(*args, **kwargs)
-    if not result.requires_grad:
-        return result
-    input, num_groups = args
-    groups = input.unflatten(1, (num_groups, -1)).flatten(2)  # [B, G, n]
-    groups = groups - groups.mean(dim=2, keepdim=True)
-    # each channel's parameters go over its places
-    shape = (-1, *[1] * (input.ndim - 2))
-    weight, bias = map_tensors(
-        lambda parameter: parameter.unflatten(0, shape),  # type: ignore[no-untyped-call]
-        (kwargs["weight"], kwargs["bias"]),
-    )
-    return _rescale(result, groups, (2,), eps=kwargs["eps"], weight=weight, bias=bias)
-
-
-def _rescale(
-    result: Tensor,
-    centred: Tensor,
-    dims: tuple[int, ...],
-    *,
-    eps: float,
-    weight: Tensor | None,
-    bias: Tensor | None,
-) -> Tensor:
-    """Give the result of a norm the gradient of a division by its constant deviation."""
-    variance = centred.detach().square().mean(dim=dims, keepdim=True)
-    linear = (centred * (variance + eps).rsqrt()).reshape(result.shape)
+    signal, size = args
+    weight, bias = kwargs["weight"], kwargs.get("bias")
+    if isinstance(size, int):
+        # the places and channels of a group; each channel's parameters go over its places
+        groups = signal.unflatten(1, (size, -1)).flatten(2)  # [B, G, n]
+        dims: tuple[int, ...] = (2,)
+        shape = (-1, *[1] * (signal.ndim - 2))
+        weight, bias = (None if one is None else one.reshape(shape) for one in (weight, bias))
+    else:
+        groups, dims = signal, tuple(range(-len(size), 0))
+    # RMS norm has no bias, and torch's default of its eps
+    if "bias" in kwargs:
+        groups = groups - groups.mean(dim=dims, keepdim=True)
+    eps = torch.finfo(signal.dtype).eps if kwargs["eps"] is None else kwargs["eps"]
+    variance = groups.detach().square().mean(dim=dims, keepdim=True)
+    linear = (groups * (variance + eps).rsqrt()).reshape(result.shape)
     if weight is not None:
         linear = linear * weight
     if bias is not None:
@@ -254,8 +233,7 @@ _NAMES: dict[Rule, str] = {
     _raise: "pow __pow__",
     partial(_apply_degree, 2.0): "square var",
     partial(_apply_degree, 0.5): "sqrt",
-    _normalise: "layer_norm rms_norm",
-    _normalise_groups: "group_norm",
+    _normalise: "layer_norm rms_norm group_norm",
     _normalise_length: "normalize",
     _attend: "scaled_dot_product_attention",
     _attend_projected: "multi_head_attention_forward",

@@ -18,7 +18,7 @@ from vit.explanation.capture.forward import (
 )
 from vit.explanation.capture.reader import ModelReader, read_model
 from vit.explanation.methods.libra import LibraGradients
-from vit.explanation.methods.registry import METHODS, Method, check_options, find_methods
+from vit.explanation.methods.registry import METHODS, Method, find_methods
 from vit.explanation.targets import CLASS, Classes, Target
 from vit.runtime.tensors import Images, Logits
 
@@ -64,8 +64,7 @@ def compute_maps(
     images = images.to(next(reader.model.parameters()).dtype)
     if verify:
         settle_source(reader, images)
-    chosen = find_methods(methods, reader)
-    values = check_options(chosen, options or {}, reader)
+    chosen = find_methods(methods, reader, options=options or ())
     # each method once, also if it is part of several
     names = [name for method in chosen for name in method.parts or (method.name,)]
     computed = [METHODS[name] for name in dict.fromkeys(names)]
@@ -79,18 +78,17 @@ def compute_maps(
             # frees the first graph before there is another of the same size; the logits are the
             # same
             forward = None
-            needs_graph = any(method.class_specific for method in of_pass)
-            run = partial(run_forward, reader, images, gradients=needs_graph, verify=False)
+            gradients = any(method.class_specific for method in of_pass)
             if libra:
                 with LibraGradients():
-                    forward = run()
+                    forward = run_forward(reader, images, gradients=gradients, verify=False)
                 forward.target = replace(target, score=partial(_score_by_libra, target))
             else:
-                forward = run()
+                forward = run_forward(reader, images, gradients=gradients, verify=False)
                 forward.target = target
             targets = target.choose(forward.logits.detach())
             for method in of_pass:
-                relevance[method.name] = _compute_relevance(forward, method, targets, values)
+                relevance[method.name] = _compute_relevance(forward, method, targets, options or {})
 
         assert forward is not None
         num_prefix = forward.num_prefix_tokens
@@ -114,15 +112,15 @@ def _score_by_libra(target: Target, logits: Logits, classes: Classes) -> Float[T
 
 
 def _compute_relevance(
-    forward: Forward, method: Method, targets: Int[Tensor, "B T"], values: Mapping[str, Any]
+    forward: Forward, method: Method, targets: Int[Tensor, "B T"], options: Mapping[str, Any]
 ) -> Relevance:
     """Compute the relevance by one method: once if it is the same for every class."""
     assert method.compute is not None
     columns = targets.unbind(dim=1)[: None if method.class_specific else 1]
-    options = {name: values[name] for name in method.options}
+    own = {name: options[name] for name in method.options if name in options}
     # the forward pass may be in half precision; the products of many matrices are not
     with torch.autocast(forward.images.device.type, enabled=False), torch.enable_grad():
-        found = [method.compute(forward, column, **options).detach() for column in columns]
+        found = [method.compute(forward, column, **own).detach() for column in columns]
     return torch.stack(found, dim=1)
 
 

@@ -1,9 +1,8 @@
 """The map methods by name."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from vit.explanation.methods.gradients import (
@@ -13,7 +12,7 @@ from vit.explanation.methods.gradients import (
     compute_grad_cam,
 )
 from vit.explanation.methods.removal import compute_removal_map
-from vit.explanation.methods.rollout import check_rollout_options, compute_rollout
+from vit.explanation.methods.rollout import compute_rollout
 from vit.runtime.arguments import check_kind
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ class Method:
         class_specific: True if maps depend on the class.
         signed: True if negative values are evidence against the class.
         models: Models that have such maps: those with "attention" that can be
-            read, others with a "feature map", or "all".
+            read, or others with a "feature map".
         libra: True if gradients follow the rules of LibraGrad.
         parts: Names of methods. The map is the mean of theirs, each divided by
             its standard deviation over the patches.
@@ -48,65 +47,20 @@ class Method:
     compute: Callable[..., Any] | None = None
     class_specific: bool = True
     signed: bool = False
-    models: Literal["attention", "feature map", "all"] = "attention"
+    models: Literal["attention", "feature map"] = "attention"
     libra: bool = False
     parts: tuple[str, ...] = ()
 
-    @cached_property
-    def options(self) -> Mapping[str, inspect.Parameter]:
-        """The options of the method, by name. Methods that are parts have none."""
+    @property
+    def options(self) -> list[str]:
+        """Names of the options of the method. Methods that are made of parts have none."""
         if self.compute is None:
-            return {}
-        parameters = inspect.signature(self.compute, eval_str=True).parameters
-        return {
-            name: parameter
-            for name, parameter in parameters.items()
-            if parameter.kind is inspect.Parameter.KEYWORD_ONLY
-        }
+            return []
+        parameters = inspect.signature(self.compute).parameters.values()
+        return [one.name for one in parameters if one.kind is inspect.Parameter.KEYWORD_ONLY]
 
 
-_BUILT_IN = (
-    Method(
-        name="rollout", title="attention rollout", compute=compute_rollout, class_specific=False
-    ),
-    Method(name="gae", title="generic attention explanation", compute=compute_gae),
-    # the first choice for models without readable attention
-    Method(
-        name="grad-cam",
-        title="Grad-CAM of the last feature map",
-        compute=compute_grad_cam,
-        models="feature map",
-    ),
-    Method(
-        name="libra-fullgrad",
-        title="Libra FullGrad+",
-        compute=compute_fullgrad_plus,
-        signed=True,
-        libra=True,
-    ),
-    Method(
-        name="libra-input-x-gradient",
-        title="Libra input times gradient",
-        compute=compute_difference_x_gradient,
-        signed=True,
-        models="all",
-        libra=True,
-    ),
-    Method(
-        name="removal-gradient",
-        title="removal gradient",
-        compute=compute_removal_map,
-        signed=True,
-    ),
-    # one part each for patches that are left out, patches that are painted over, and single patches
-    Method(
-        name="libra-removal",
-        title="Libra FullGrad+, pixels and removal gradient",
-        parts=("libra-fullgrad", "libra-input-x-gradient", "removal-gradient"),
-        signed=True,
-    ),
-)
-METHODS = {method.name: method for method in _BUILT_IN}
+METHODS: dict[str, Method] = {}
 
 
 def register_method(method: Method) -> None:
@@ -134,63 +88,83 @@ def register_method(method: Method) -> None:
         raise ValueError(f"a map method is called {method.name!r} already; give another name")
 
 
+for _method in (
+    Method(
+        name="rollout", title="attention rollout", compute=compute_rollout, class_specific=False
+    ),
+    Method(name="gae", title="generic attention explanation", compute=compute_gae),
+    Method(
+        name="grad-cam",
+        title="Grad-CAM of the last feature map",
+        compute=compute_grad_cam,
+        models="feature map",
+    ),
+    Method(
+        name="libra-fullgrad",
+        title="Libra FullGrad+",
+        compute=compute_fullgrad_plus,
+        signed=True,
+        libra=True,
+    ),
+    Method(
+        name="libra-input-x-gradient",
+        title="Libra input times gradient",
+        compute=compute_difference_x_gradient,
+        signed=True,
+        libra=True,
+    ),
+    Method(
+        name="removal-gradient",
+        title="removal gradient",
+        compute=compute_removal_map,
+        signed=True,
+    ),
+    # one part each for patches that are left out, patches that are painted over, and single patches
+    Method(
+        name="libra-removal",
+        title="Libra FullGrad+, pixels and removal gradient",
+        parts=("libra-fullgrad", "libra-input-x-gradient", "removal-gradient"),
+        signed=True,
+    ),
+):
+    register_method(_method)
+
+
 def list_methods(reader: "ModelReader | None" = None) -> list[str]:
     """Return the names of the methods for a model; None: a model with attention."""
     source = "attention" if reader is None else reader.source
-    return [name for name, method in METHODS.items() if method.models in (source, "all")]
+    return [name for name, method in METHODS.items() if method.models == source]
 
 
-def find_methods(names: Sequence[str], reader: "ModelReader | None" = None) -> list[Method]:
+def find_methods(
+    names: Sequence[str], reader: "ModelReader | None" = None, *, options: Iterable[str] = ()
+) -> list[Method]:
     """Find methods by name.
 
     Args:
         names: Names of the methods.
         reader: A model that the methods must be able to explain. None: any model.
+        options: Names of options, each of which one of the methods must have.
 
     Raises:
-        ValueError: A method is unknown, or it needs what can't be read in the model.
+        ValueError: A method or an option is unknown, or a method needs what can't be read in the
+            model.
     """
+    known = list(METHODS) if reader is None else list_methods(reader)
     for name in names:
-        known = ", ".join(METHODS if reader is None else list_methods(reader))
         if name not in METHODS:
-            raise ValueError(f"unknown method {name!r}; known: {known}")
-        if reader is None or name in list_methods(reader):
-            continue
-        reason = "is for models without readable attention"
-        if not reader.has_attention:
-            source = METHODS[name].models
-            assert source != "all"
-            reason = f"needs the model's {source}: {reader.explain_refusal(source)}"
-        raise ValueError(f"{name} {reason}; {type(reader.model).__name__} has {known}")
-    return [METHODS[name] for name in names]
-
-
-def check_options(
-    methods: Sequence[Method], options: Mapping[str, object], reader: "ModelReader"
-) -> dict[str, Any]:
-    """Check the values of options.
-
-    Args:
-        methods: The methods that will get them.
-        options: Values by name.
-        reader: The model.
-
-    Returns:
-        The options of the methods by name: their defaults, and the values in place of these.
-
-    Raises:
-        ValueError: No method has an option of this name, or its value is outside the range that the model allows.
-    """
-    declared = {name: option for method in methods for name, option in method.options.items()}
-    values = {name: option.default for name, option in declared.items()}
-    for name, value in options.items():
-        if name not in declared:
-            chosen = ", ".join(method.name for method in methods)
-            known = ", ".join(declared) or "none"
-            raise ValueError(f"{name} is no option of the methods {chosen}; known: {known}")
-        values[name] = value
-    if reader.has_attention:
-        of_rollout = METHODS["rollout"].options
-        ranged = {name: value for name, value in values.items() if name in of_rollout}
-        check_rollout_options(len(reader.places), **ranged)
-    return values
+            raise ValueError(f"unknown method {name!r}; known: {', '.join(known)}")
+        if reader is not None and name not in known:
+            reason = "is for models without readable attention"
+            if not reader.has_attention:
+                source = METHODS[name].models
+                reason = f"needs the model's {source}: {reader.explain_refusal(source)}"
+            has = ", ".join(known) or "no maps"
+            raise ValueError(f"{name} {reason}; {type(reader.model).__name__} has {has}")
+    methods = [METHODS[name] for name in names]
+    declared = [option for method in methods for option in method.options]
+    for option in options:
+        if option not in declared:
+            chosen, listed = ", ".join(names), ", ".join(declared) or "none"
+            raise ValueError(f"{option} is no option of the methods {chosen}; known: {listed}")
+    return methods

@@ -26,23 +26,19 @@ from vit.model.logits import at_least_float32
 
 def compute_removal_map(forward: Forward, classes: Classes) -> TokenWeights:
     """Compute the removal gradient of the probability, which is also the evidence of the sanity
-    checks: a logit may rise together with those of all classes."""
-    return compute_removal_gradient(forward, forward.value(classes))
-
-
-def compute_removal_gradient(forward: Forward, score: Float[Tensor, " B"]) -> TokenWeights:
-    """Compute ∂score/∂g of each token at g = 1, see the module's docstring.
+    checks: a logit may rise together with those of all classes. See the module's docstring.
 
     Args:
         forward: A forward pass with gradients.
-        score: A logit or a probability of each image, in its graph.
+        classes: Class of each image.
 
     Returns:
-        The loss of the score without each token, to first order; signed.
+        The loss of the probability without each token, to first order; signed.
 
     Raises:
-        ValueError: The model is of another library and its pooling isn't a mean of tokens.
+        ValueError: The model's pooling isn't a mean of tokens.
     """
+    score = forward.value(classes)
     layer_gates = [
         _differentiate_layer(layer, heads_gradient)
         for layer, heads_gradient in forward.record.differentiate(score)

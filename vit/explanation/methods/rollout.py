@@ -1,12 +1,11 @@
 """Attention rollout: the share of each input token in each output token, through all layers.
 
 Abnar & Zuidema, "Quantifying Attention Flow in Transformers" (2020): every layer mixes the tokens
-by Ã = residual·I + (1 - residual)·A, where A is the layer's attention fused over its heads, and the
-whole encoder by the product Ã_L … Ã_1. Row i of that product has the share of every input token in
-output token i.
+by Ã = ½·I + ½·A, where A is the layer's attention fused over its heads, and the whole encoder by
+the product Ã_L … Ã_1. Row i of that product has the share of every input token in output token i.
 
 Rows of Ã sum to one. After the mean over heads they do so by themselves. After a maximum, a minimum
-or with discarded entries they are divided by their sums, after the residual is mixed in, as in the
+or with discarded entries they are divided by their sums, after the identity is mixed in, as in the
 program vit-explain (Gildenblat 2020), which divides columns by the sums of the rows.
 
 The rollout of large images does without N×N weights, which don't fit into memory: for 4,096 tokens
@@ -14,7 +13,6 @@ those of one layer of one image take 0.8 GB.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 import torch
 from jaxtyping import Float
@@ -29,7 +27,7 @@ from vit.runtime.tensors import Images
 
 # more tokens than those of 512 px in patches of 16 px would make a page too large
 _MAX_FLOW_TOKENS = 1100
-HEAD_FUSIONS: dict[str, Callable[..., Tensor]] = {
+_HEAD_FUSIONS: dict[str, Callable[..., Tensor]] = {
     "mean": Tensor.mean,
     "max": Tensor.amax,
     "min": Tensor.amin,
@@ -41,7 +39,6 @@ def attention_rollout(
     *,
     head_fusion: str = "mean",
     discard_ratio: float = 0.0,
-    residual: float = 0.5,
     start_layer: int = 0,
     pool_weights: TokenWeights | None = None,
 ) -> Float[Tensor, "B N N"] | TokenWeights:
@@ -56,9 +53,6 @@ def attention_rollout(
         discard_ratio: Fraction of the smallest entries of each fused matrix
             that are set to 0, in [0, 1); the first entry of the first row is
             kept.
-        residual: Weight of the identity, 0 to 1; 0.5 in the paper. With a
-            maximum, a minimum or discarded entries, its weight before rows are
-            divided by their sums.
         start_layer: First layer that is used.
         pool_weights: Weight of each output token, [B, N]. Only this mixture of
             rows is computed then, which needs no product of matrices. None: all
@@ -76,13 +70,7 @@ def attention_rollout(
         >>> rollout[:, 0, 1:]  # patches in the class token, [B, patches]
         >>> rollout.mean(dim=1)  # in a mean-pooled model without one
     """
-    check_rollout_options(
-        len(attentions),
-        head_fusion=head_fusion,
-        discard_ratio=discard_ratio,
-        residual=residual,
-        start_layer=start_layer,
-    )
+    _check_options(len(attentions), head_fusion, discard_ratio, start_layer)
     if pool_weights is None:
         last = attentions[-1]
         rows = at_least_float32(torch.eye(last.shape[-1], dtype=last.dtype, device=last.device))
@@ -91,7 +79,7 @@ def attention_rollout(
         rows = at_least_float32(pool_weights)[:, None]
     # rows of the product, from its left end: all of them, or their mixture
     for attention in reversed(attentions[start_layer:]):
-        rows = _mix(rows, attention, head_fusion, discard_ratio, residual)
+        rows = _mix(rows, attention, head_fusion, discard_ratio)
     return rows if pool_weights is None else rows[:, 0]
 
 
@@ -100,29 +88,28 @@ def compute_rollout(
     forward: Forward,
     classes: Tensor,
     *,
-    head_fusion: Literal["mean", "max", "min"] = "mean",
+    head_fusion: str = "mean",
     discard_ratio: float = 0.0,
-    residual: float = 0.5,
     start_layer: int = 0,
 ) -> TokenWeights:
     """Compute the map method `rollout`, which is the same for all classes; see
     `attention_rollout`."""
     layers = forward.record.layers
+    _check_options(len(layers), head_fusion, discard_ratio, start_layer)
     pool_weights = at_least_float32(forward.pool_weights)
 
     def roll_up(images: slice) -> TokenWeights:
         row = pool_weights[images, None]
         for layer in reversed(layers[start_layer:]):
             if head_fusion != "mean" or discard_ratio > 0:
-                attention = layer.attention(images)
-                row = _mix(row, attention, head_fusion, discard_ratio, residual)
+                row = _mix(row, layer.attention(images), head_fusion, discard_ratio)
                 continue
             # a plain mean can do without the whole matrix, and with few query rows at a time, which
             # stay in the processor's cache
             mixed = torch.zeros_like(row)
             for queries, attention in layer.attention_rows(images):
                 mixed += (row[:, None, :, queries] @ attention).sum(dim=1)
-            row = residual * row + (1 - residual) * (mixed / layer.num_heads)
+            row = (row + mixed / layer.num_heads) / 2
         return row[:, 0]
 
     return layers[0].in_chunks(roll_up)
@@ -189,16 +176,14 @@ def _mix(
     attention: Float[Tensor, "B H N N"],
     head_fusion: str,
     discard_ratio: float,
-    residual: float,
 ) -> Float[Tensor, "B n N"]:
     """Compute rows · Ã of a layer, with rows that sum to one, in float32 or more: the product of
     twelve half-precision matrices drifts by 1e-2."""
     attention = at_least_float32(attention)
     if rows.shape[1] == 1 and head_fusion == "mean" and discard_ratio == 0:
         # one pass over the weights, without a fused matrix
-        mixed = (rows[:, None] @ attention).sum(dim=1) / attention.shape[1]
-        return residual * rows + (1 - residual) * mixed
-    fused = HEAD_FUSIONS[head_fusion](attention, dim=1)
+        return (rows + (rows[:, None] @ attention).sum(dim=1) / attention.shape[1]) / 2
+    fused = _HEAD_FUSIONS[head_fusion](attention, dim=1)
     if discard_ratio > 0:
         entries = fused.flatten(1)
         # within each image, so that its map doesn't depend on the batch
@@ -208,30 +193,19 @@ def _mix(
         kept[:, 0] = entries[:, 0]
         fused = kept.reshape(fused.shape)
     identity = torch.eye(fused.shape[-1], dtype=fused.dtype, device=fused.device)
-    matrix = residual * identity + (1 - residual) * fused
-    sums = matrix.sum(dim=-1, keepdim=True)
-    divided = matrix / sums.clamp_min(torch.finfo(matrix.dtype).tiny)
-    # a row of zeros (everything discarded) becomes the identity's row
-    return rows @ torch.where(sums > 0, divided, identity)
+    # no row of the sum is zero, also where everything is discarded
+    matrix = (identity + fused) / 2
+    return rows @ (matrix / matrix.sum(dim=-1, keepdim=True))
 
 
-def check_rollout_options(
-    num_layers: int,
-    *,
-    head_fusion: str = "mean",
-    discard_ratio: float = 0.0,
-    residual: float = 0.5,
-    start_layer: int = 0,
+def _check_options(
+    num_layers: int, head_fusion: str, discard_ratio: float, start_layer: int
 ) -> None:
     """Raise ValueError if an option is outside its range."""
     if num_layers == 0:
         raise ValueError("attentions is empty; rollout needs the attention of at least one layer")
-    check_choice(head_fusion, tuple(HEAD_FUSIONS), name="head_fusion")
+    check_choice(head_fusion, tuple(_HEAD_FUSIONS), name="head_fusion")
     if not 0 <= discard_ratio < 1:
         raise ValueError(f"discard_ratio {discard_ratio} is outside [0, 1)")
-    for name, value, largest in (
-        ("residual", residual, 1),
-        ("start_layer", start_layer, num_layers - 1),
-    ):
-        if not 0 <= value <= largest:
-            raise ValueError(f"{name} {value} is outside 0 to {largest}")
+    if not 0 <= start_layer < num_layers:
+        raise ValueError(f"start_layer {start_layer} is outside 0 to {num_layers - 1}")

@@ -10,6 +10,7 @@ from textwrap import wrap
 from threading import Lock
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from matplotlib import rc_context
@@ -19,13 +20,7 @@ from torch import Tensor
 
 from vit.data.images import ImageInput, list_images, read_image
 from vit.data.preprocess import Geometry, Preprocess
-from vit.explanation.render.overlay import (
-    PANEL_SIDES,
-    PatchMap,
-    blend,
-    relative_to_uniform,
-    resize_picture,
-)
+from vit.explanation.render.overlay import PatchMap, blend, fit_photo
 from vit.explanation.render.page import BADGES
 from vit.runtime.files import write_atomically
 
@@ -34,8 +29,8 @@ if TYPE_CHECKING:
 
 _FONT_POINTS = 6
 _ONE_AT_A_TIME = Lock()  # matplotlib's settings hold for all threads
-_CHARACTER_INCHES = 0.048  # mean width of a character
 _TILE_INCHES = 2.3  # width of a picture
+_CHARACTERS = 47  # in a line of this width
 _TEXT_INCHES = 1.0  # height of the text below it
 _MAX_TILES_ACROSS = 6
 _SHEET_DPI = 100
@@ -50,11 +45,11 @@ _SETTINGS: Any = {
 
 
 class Tile(NamedTuple):
-    """A picture and what stands below it: a title in bold, the word of a badge, and a text."""
+    """A picture and what stands below it: a title in bold, a verdict, and a text."""
 
     picture: Image.Image
     title: str = ""
-    badge: str | None = None
+    verdict: str | None = None
     text: str = ""
 
 
@@ -74,8 +69,7 @@ def save_overlay(
         path: File of the picture; its suffix is the format: .png, .jpg, .svg or
             .pdf.
         image: A path, a PIL image or a uint8 array [H, W, 3].
-        values: Map on the patch grid, [rows, columns]; drawn in multiples of
-            its mean magnitude.
+        values: Map on the patch grid, [rows, columns].
         preprocess: Preprocessing of the model, whose crop is the part of the
             image under the map. None: the model saw the whole image.
         signed: Put zero in the middle of the colours. None: if a value is
@@ -100,44 +94,44 @@ def save_overlay(
     if preprocess is not None:
         photo = preprocess.to_rgb(photo)
         geometry = preprocess.geometry(photo.size)
-    array = relative_to_uniform(torch.as_tensor(values).detach().float().cpu().numpy())
+    array: np.ndarray = torch.as_tensor(values).detach().float().cpu().numpy()
     if signed is None:
         signed = bool((array < 0).any())
-    photo = resize_picture(photo, min_side=PANEL_SIDES[0], max_side=PANEL_SIDES[1])
+    photo = fit_photo(photo)
     drawn = Tile(blend(photo, array, geometry, signed=signed), text=caption)
     # the temporary file has another suffix, so the format is named
     kind = Path(path).suffix.lower().lstrip(".") or "png"
     write_atomically(Path(path), partial(_save, [[Tile(photo), drawn]], kind=kind))
 
 
-def save_figure(path: Path, image: "ImageResult", result: "MapResult", *, kind: str) -> None:
-    """Write the photo, one of its maps and their texts as "svg" or "pdf". Equal arguments give
-    equal bytes."""
-    photo, drawn = _draw_tiles(image, [result])
-    write_atomically(path, partial(_save, [[photo, drawn]], kind=kind))
+def save_figure(path: Path, image: "ImageResult", result: "MapResult") -> None:
+    """Write the photo, one of its maps and their texts as .svg or .pdf. Equal arguments give equal
+    bytes."""
+    rows = [_draw_tiles(image, [result])]
+    write_atomically(path, partial(_save, rows, kind=path.suffix.lstrip(".")))
 
 
 def draw_sheet(images: Sequence["ImageResult"]) -> Image.Image:
     """Draw photos, each beside its maps, with what the model predicts and the verdicts."""
     file = io.BytesIO()
-    _save([_draw_tiles(image, image.maps) for image in images], file, kind="png", is_sheet=True)
+    rows = [_draw_tiles(image, image.maps) for image in images]
+    _save(rows, file, kind="png", dpi=_SHEET_DPI)
     return Image.open(file).convert("RGB")
 
 
 def _draw_tiles(image: "ImageResult", results: Sequence["MapResult"]) -> list[Tile]:
     assert image.photo is not None
-    tiles = [Tile(image.photo, image.describe_prediction(), None, image.title)]
+    tiles = [Tile(image.photo, image.describe_prediction(), None, image.name)]
     for result in results:
-        picture = blend(
-            image.photo, result.shown_values, image.geometry, signed=result.method.signed
-        )
-        check = result.sanity_check
-        tiles.append(Tile(picture, "", check.verdict if check else None, result.caption))
+        signed = result.method.signed
+        picture = blend(image.photo, result.values, image.geometry, signed=signed)
+        verdict = result.sanity_check and result.sanity_check.verdict
+        tiles.append(Tile(picture, "", verdict, result.caption))
     return tiles
 
 
 def _save(
-    rows: Sequence[Sequence[Tile]], file: Path | BinaryIO, *, kind: str, is_sheet: bool = False
+    rows: Sequence[Sequence[Tile]], file: Path | BinaryIO, *, kind: str, dpi: int = _FIGURE_DPI
 ) -> None:
     """Write rows of tiles. Rows of few tiles are side by side."""
     tiles = max(map(len, rows))
@@ -150,11 +144,6 @@ def _save(
     with _ONE_AT_A_TIME, rc_context(_SETTINGS), warnings.catch_warnings():
         # a name may have characters that the font lacks
         warnings.filterwarnings("ignore", "Glyph")
-        # a figure has no space around it; a sheet's size is known without its text
-        dpi = _FIGURE_DPI
-        box: str | None = "tight"
-        if is_sheet:
-            dpi, box = _SHEET_DPI, None
         figure = Figure(figsize=size, dpi=dpi, layout="constrained")
         grid = figure.subplots(num_lines, across * tiles, squeeze=False)
         for axes in grid.flat:
@@ -165,27 +154,30 @@ def _save(
         figure.savefig(
             file,
             format=kind,
-            bbox_inches=box,
+            bbox_inches="tight",
             metadata={"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind),
         )
 
 
 def _draw_tile(axes: Any, tile: Tile) -> None:
     axes.imshow(tile.picture)
-    texts: list[tuple[str, dict[str, str]]] = [(_wrap(tile.title), {"weight": "bold"})]
-    if tile.badge is not None:
-        text, colour = BADGES[tile.badge]
-        texts.append((text, {"color": "white", "backgroundcolor": colour}))
-    texts.append((_wrap(tile.text), {}))
+    verdict, colour = BADGES.get(tile.verdict or "", ("", ""))
+    texts = [
+        (tile.title, {"weight": "bold"}),
+        (verdict, {"color": "white", "backgroundcolor": colour}),
+        (tile.text, {}),
+    ]
     y = -4.0
     for text, style in texts:
         if text:
+            lines = wrap(text, _CHARACTERS)
             drawn = axes.annotate(
-                text, (0, 0), (0, y), xycoords="axes fraction", textcoords="offset points", va="top"
+                "\n".join(lines),
+                (0, 0),
+                (0, y),
+                xycoords="axes fraction",
+                textcoords="offset points",
+                va="top",
             )
             drawn.set(parse_math=False, **style)  # names may have dollar signs
-            y -= (_FONT_POINTS * 1.3) * (text.count("\n") + 1) + 4
-
-
-def _wrap(text: str) -> str:
-    return "\n".join(wrap(text, int(_TILE_INCHES / _CHARACTER_INCHES)))
+            y -= _FONT_POINTS * 1.3 * len(lines) + 4

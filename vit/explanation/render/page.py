@@ -11,7 +11,7 @@ from PIL import Image
 
 from vit.bundle import MODEL_FILE
 from vit.data.preprocess import Geometry
-from vit.explanation.render.overlay import PatchMap, blend, relative_to_uniform, resize_picture
+from vit.explanation.render.overlay import PatchMap, blend, resize_picture
 
 # text of each verdict's badge, and its colour, which is dark enough for white text
 BADGES = {
@@ -66,7 +66,7 @@ def encode_signed_map(photo: Image.Image, values: PatchMap, *, side: int) -> str
     shown = resize_picture(photo, min_side=side, max_side=side)
     # the box of the model's input is the whole photo
     geometry = Geometry(photo.size, box=(0.0, 0.0, float(photo.width), float(photo.height)))
-    return encode_picture(blend(shown, relative_to_uniform(values), geometry, signed=True))
+    return encode_picture(blend(shown, values, geometry, signed=True))
 
 
 def encode_picture(picture: Image.Image, kind: str = "JPEG") -> str:
