@@ -179,7 +179,7 @@ def test_methods_of_attention_are_refused_with_those_that_work() -> None:
         vit.explain(bundle, make_photo(), methods=("grad-cam", "rollout"))
     with pytest.raises(ValueError, match=r"isn't added to .*; SwinTransformer has grad-cam$"):
         vit.explain(make_bundle(build_swin), make_photo(), methods="libra-removal")
-    with pytest.raises(ValueError, match="unknown method 'gradcam'; known: grad-cam$"):
+    with pytest.raises(ValueError, match=r"unknown method 'gradcam'; known: grad-cam$"):
         vit.explain(bundle, make_photo(), methods="gradcam")
 
 
