@@ -124,7 +124,7 @@ def test_nothing_but_broken_images_is_an_error(
 ) -> None:
     outcome = cli.run("explain", model_file, photos / "broken.jpg", "--output", tmp_path / "out")
     assert outcome.code == 2
-    assert "none of the 1 images could be read" in outcome.err
+    assert "1 images can't be read; the first: " in outcome.err
 
 
 def test_paths_are_read_from_standard_input(
