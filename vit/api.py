@@ -18,7 +18,6 @@ from vit.explanation.explain import explain as explain
 from vit.explanation.methods.registry import Method as Method
 from vit.explanation.methods.registry import register_method as register_method
 from vit.explanation.methods.rollout import attention_rollout as attention_rollout
-from vit.explanation.render.figure import save_overlay as save_overlay
 from vit.model.modules import load_timm as load_timm
 from vit.model.vision_transformer import VisionTransformer as VisionTransformer
 from vit.prediction.image_predictor import Predictor as Predictor

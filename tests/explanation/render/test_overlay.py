@@ -1,13 +1,9 @@
 """Maps lie on the pixels they came from, and pictures survive odd values."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
-import vit
 from vit.data.preprocess import Geometry, Preprocess
 from vit.explanation.render.overlay import blend, is_flat, shade
 
@@ -92,22 +88,6 @@ def test_a_nearly_even_map_is_drawn_flat() -> None:
         drawn = np.asarray(blend(Image.new("RGB", (60, 60), "gray"), values, WHOLE, signed=False))
         count = len(np.unique(drawn.reshape(-1, 3), axis=0))
         assert count == 1 if factor == 0.1 else count >= 100
-
-
-@pytest.mark.parametrize("preprocess", [None, Preprocess(image_size=(16, 16))])
-def test_a_saved_overlay_has_the_map_on_what_the_model_saw(
-    preprocess: Preprocess | None, tmp_path: Path
-) -> None:
-    """Without `preprocess` the map lies on the whole image."""
-    values = torch.tensor([[-1.0, 0.5], [0.0, 3.0]])
-    photo = Image.new("RGB", (60, 40), "white")
-    vit.save_overlay(tmp_path / "map.png", photo, values, preprocess=preprocess, caption="gae")
-    with Image.open(tmp_path / "map.png") as picture:
-        column = np.asarray(picture.convert("RGB")).astype(int)[40:200, -25].mean(axis=0)
-    # outside of the crop, the photo is grey and dark
-    assert (np.ptp(column) < 2) == (preprocess is not None)
-    with pytest.raises(TypeError, match="preprocess"):
-        vit.save_overlay(tmp_path / "map.png", photo, values)
 
 
 @pytest.mark.parametrize("photo", [(0, 0, 0), (255, 255, 255), (200, 0, 0)])

@@ -6,14 +6,14 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from vit.bundle import Bundle
 from vit.evaluation.metrics import Scores
 from vit.explanation.capture.reader import read_bundle
 from vit.explanation.capture.tokens import Grid
-from vit.explanation.checks.token_ablation import build_removal, compute_without
+from vit.explanation.checks.token_ablation import build_removal
 from vit.explanation.methods.maps import compute_maps
 from vit.explanation.targets import LABEL, build_difference
 from vit.prediction.decision import compute_probabilities, decide_classes, decide_labels
@@ -137,15 +137,15 @@ def _turn_answers(
     order = values.flatten(1).argsort(dim=-1, descending=True, stable=True)
     # growing, up to the largest number
     steps = np.geomspace(1, max(order.shape[1] * _MAX_REMOVED, 1), _NUM_COUNTS)
-    counts = torch.from_numpy(np.unique(steps.round()))
-    # rank of each patch; 0 is the strongest evidence for the wrong answer
-    removed: Bool[Tensor, "N B P"] = order.argsort(dim=-1)[None] < counts[:, None, None]
-    numbers: Int[Tensor, " NB"] = torch.arange(len(images)).repeat(len(counts))
+    counts = np.unique(steps.round()).astype(int).tolist()
     compute_kept = build_removal(read_bundle(bundle), images, grid=grid, batch_size=_BATCH)
-    logits = compute_without(
-        compute_kept, numbers.to(images.device), removed.flatten(0, 1).to(images.device)
-    )
-    found = logits.float().cpu().numpy()
+    rows = torch.arange(len(images), device=images.device)
+    # without the strongest evidence for the wrong answer, and more and more of it
+    logits = [
+        compute_kept(rows, order[:, count:].sort(dim=1).values.to(images.device))
+        for count in counts
+    ]
+    found = torch.cat(logits).float().cpu().numpy()
     _, places, predicted, is_missed = map(np.array, zip(*mistakes, strict=True))
     probabilities = compute_probabilities(bundle, found)
     if bundle.is_multilabel:
@@ -159,7 +159,7 @@ def _turn_answers(
     for row, first in enumerate(is_turned.argmax(axis=0).tolist()):
         patches, answer = [], None
         if is_turned[first, row]:
-            patches = removed[first, row].nonzero()[:, 0].tolist()
+            patches = sorted(order[row, : counts[first]].tolist())
             if not bundle.is_multilabel:
                 answer = int(answers[first * len(images) + row])
         contrasts.append(Contrast(values[row].numpy(), patches, answer))

@@ -11,13 +11,13 @@ from contextlib import nullcontext
 from typing import Literal, cast
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vit.explanation.capture.reader import ModelReader, read_model
 from vit.explanation.capture.tokens import Grid
-from vit.model.logits import at_least_float32, compute_logits
+from vit.model.logits import compute_logits
 from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.device import Precision, autocast
 from vit.runtime.tensors import Images, Tokens
@@ -114,25 +114,3 @@ def _classify_tokens(reader: ModelReader, tokens: Tokens, images: Images) -> Flo
         tokens = block(tokens)
     with torch.autocast(images.device.type, enabled=False):
         return ours.forward_head(ours.norm(tokens).float())
-
-
-def compute_without(
-    compute_kept: ComputeKept, places: Int[Tensor, " R"], removed: Bool[Tensor, "R P"]
-) -> Float[Tensor, "R C"]:
-    """Compute logits of images without any number of their patches.
-
-    Args:
-        compute_kept: Function from `build_removal`.
-        places: Place of each row's image among its images.
-        removed: Patches that each row leaves out; at least one stays.
-    """
-    # a batch needs rows of one length
-    num_kept = (~removed).sum(dim=1)
-    order = num_kept.argsort(stable=True)
-    logits = []
-    # rows that keep equally many patches run together
-    for count in sorted(set(num_kept.tolist())):
-        rows = (num_kept == count).nonzero()[:, 0]
-        kept = (~removed[rows]).nonzero()[:, 1].reshape(len(rows), count)
-        logits.append(compute_kept(places[rows], kept))
-    return at_least_float32(torch.cat(logits))[order.argsort()]

@@ -10,17 +10,11 @@ from textwrap import wrap
 from threading import Lock
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
-import numpy as np
-import torch
-from jaxtyping import Float
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 from PIL import Image
-from torch import Tensor
 
-from vit.data.images import ImageInput, list_images, read_image
-from vit.data.preprocess import Geometry, Preprocess
-from vit.explanation.render.overlay import PatchMap, blend, fit_photo
+from vit.explanation.render.overlay import blend
 from vit.explanation.render.page import BADGES
 from vit.runtime.files import write_atomically
 
@@ -51,57 +45,6 @@ class Tile(NamedTuple):
     title: str = ""
     verdict: str | None = None
     text: str = ""
-
-
-def save_overlay(
-    path: str | Path,
-    image: ImageInput,
-    values: Float[Tensor, "rows columns"] | PatchMap,
-    *,
-    preprocess: Preprocess | None,
-    signed: bool | None = None,
-    caption: str = "",
-) -> None:
-    """Draw one map over one image, and write a picture of the image and its heat
-    map.
-
-    Args:
-        path: File of the picture; its suffix is the format: .png, .jpg, .svg or
-            .pdf.
-        image: A path, a PIL image or a uint8 array [H, W, 3].
-        values: Map on the patch grid, [rows, columns].
-        preprocess: Preprocessing of the model, whose crop is the part of the
-            image under the map. None: the model saw the whole image.
-        signed: Put zero in the middle of the colours. None: if a value is
-            negative.
-        caption: A line below the picture.
-
-    Raises:
-        ValueError: The image can't be read.
-
-    Example:
-        >>> result = vit.explain("runs/digits", "photo.png", methods="rollout")
-        >>> rollout = result.maps["rollout"]
-        >>> preprocess = result.bundle.preprocess
-        >>> vit.save_overlay(
-        ...     "map.png", "photo.png", rollout[0], preprocess=preprocess
-        ... )
-    """
-    photo = next(list_images(image))
-    if isinstance(photo, str):
-        photo = read_image(Path(photo))
-    geometry = Geometry(photo.size, box=(0.0, 0.0, float(photo.width), float(photo.height)))
-    if preprocess is not None:
-        photo = preprocess.to_rgb(photo)
-        geometry = preprocess.geometry(photo.size)
-    array: np.ndarray = torch.as_tensor(values).detach().float().cpu().numpy()
-    if signed is None:
-        signed = bool((array < 0).any())
-    photo = fit_photo(photo)
-    drawn = Tile(blend(photo, array, geometry, signed=signed), text=caption)
-    # the temporary file has another suffix, so the format is named
-    kind = Path(path).suffix.lower().lstrip(".") or "png"
-    write_atomically(Path(path), partial(_save, [[Tile(photo), drawn]], kind=kind))
 
 
 def save_figure(path: Path, image: "ImageResult", result: "MapResult") -> None:
