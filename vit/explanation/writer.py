@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,11 @@ from vit.explanation.records import MAX_SHEET_IMAGES, ImageResult, MapResult
 from vit.explanation.render.overlay import draw_overlay
 from vit.runtime.arguments import check_choice
 from vit.runtime.files import format_json, open_output, write_arrays, write_atomically
+from vit.runtime.version import collect_versions
 
 SCHEMA_VERSION = 7
 SHEET_FILE = "index.png"
 _FORMATS = ("png", "svg", "pdf", "npz", "html")
-_LIBRARIES = ("vit-pipeline", "torch", "torchvision", "timm", "numpy", "Pillow", "matplotlib")
 
 
 class MapWriter:
@@ -96,7 +95,7 @@ class MapWriter:
             "model_sha256": self._bundle.sha256,
             "run_id": self._bundle.metadata.get("run_id"),
             "preprocess": self._bundle.preprocess.to_dict(),
-            "versions": {name: version(name) for name in _LIBRARIES},
+            "versions": collect_versions(),
             "images": sorted(self._entries, key=lambda entry: entry["path"]),
             "unreadable": [{"path": path, "reason": reason} for path, reason in unreadable],
         }

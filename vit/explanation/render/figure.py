@@ -43,7 +43,7 @@ class Tile(NamedTuple):
 
     picture: Image.Image
     title: str = ""
-    verdict: str | None = None
+    verdict: str = ""
     text: str = ""
 
 
@@ -64,11 +64,13 @@ def draw_sheet(images: Sequence["ImageResult"]) -> Image.Image:
 
 def _draw_tiles(image: "ImageResult", results: Sequence["MapResult"]) -> list[Tile]:
     assert image.photo is not None
-    tiles = [Tile(image.photo, image.describe_prediction(), None, image.name)]
+    tiles = [Tile(image.photo, image.describe_prediction(), text=image.name)]
     for result in results:
         signed = result.method.signed
         picture = blend(image.photo, result.values, image.geometry, signed=signed)
-        verdict = result.sanity_check and result.sanity_check.verdict
+        verdict = ""
+        if result.sanity_check is not None:
+            verdict = result.sanity_check.verdict
         tiles.append(Tile(picture, "", verdict, result.caption))
     return tiles
 
@@ -104,7 +106,7 @@ def _save(
 
 def _draw_tile(axes: Any, tile: Tile) -> None:
     axes.imshow(tile.picture)
-    verdict, colour = BADGES.get(tile.verdict or "", ("", ""))
+    verdict, colour = BADGES.get(tile.verdict, ("", ""))
     texts = [
         (tile.title, {"weight": "bold"}),
         (verdict, {"color": "white", "backgroundcolor": colour}),
