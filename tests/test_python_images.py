@@ -117,8 +117,6 @@ def test_images_of_every_form_give_one_evaluation(run: TrainingResult, others: A
     assert results["arrays"].evaluation.duplicates_of_training is not None
     assert results["arrays"].evaluation.duplicates_of_training.exact == 0
 
-    pair = (others, (images[:12], labels[:12]))
-    assert vit.evaluate(run.directory, dataset=pair).evaluation.num_images == 12
     measured = vit.measure_faithfulness(
         run.directory, dataset=others, methods="rollout", num_images=8
     )
@@ -152,12 +150,12 @@ def a_function(metrics: Any) -> None:
 MISTAKES: dict[str, tuple[Callable[[TrainingResult, Arrays, Path], Any], str]] = {
     "a result as model": (
         lambda r, a, p: vit.evaluate(r),
-        r"model is a TrainingResult, .* the \.bundle of a run",
+        r"model is of the type TrainingResult, .* the \.bundle of a run",
     ),
-    "a class as model": (lambda r, a, p: vit.predict(Small, a[0]), "model is the class Small"),
+    "a class as model": (lambda r, a, p: vit.predict(Small, a[0]), "model is of the type type"),
     "a data set as data": (
         lambda r, a, p: vit.evaluate(r.bundle, data=Colours(a)),
-        "data is a Colours, .*dataset=…",
+        "data is of the type Colours, .*dataset=…",
     ),
     "both": (
         lambda r, a, p: vit.evaluate(r.bundle, data="digits", dataset=a),
@@ -167,29 +165,13 @@ MISTAKES: dict[str, tuple[Callable[[TrainingResult, Arrays, Path], Any], str]] =
         lambda r, a, p: vit.evaluate(r.bundle, batch_size=0),
         "batch_size 0 must be at least 1",
     ),
-    "methods": (
-        lambda r, a, p: vit.explain(r.bundle, a[0], methods=3),
-        "3 is neither a name nor a list",
-    ),
-    "a data set as configuration": (
-        lambda r, a, p: vit.train(Colours(a), output=p),
-        "config is a Colours, .*dataset=…",
-    ),
-    "overrides": (
-        lambda r, a, p: vit.train(CONFIG, output=p, overrides="train.epochs=3"),
-        "overrides is a str",
-    ),
     "a function as callback": (
         lambda r, a, p: vit.train(CONFIG, output=p, dataset=a, callbacks=[a_function]),
-        "a callback is a function",
+        "a callback is of the type function",
     ),
     "a class as callback": (
         lambda r, a, p: vit.train(CONFIG, output=p, dataset=a, callbacks=[vit.Observer]),
-        "a callback is the class Observer",
-    ),
-    "transform": (
-        lambda r, a, p: vit.train(CONFIG, output=p, dataset=a, transform=3),
-        "transform is an int",
+        "a callback is of the type type",
     ),
     "a model of another size": (
         lambda r, a, p: vit.train(
@@ -207,7 +189,7 @@ MISTAKES: dict[str, tuple[Callable[[TrainingResult, Arrays, Path], Any], str]] =
     ),
     "no pairs": (
         lambda r, a, p: vit.train(CONFIG, output=p, dataset=[3, 4]),
-        r"item 0 of dataset is an int, not a pair \(image, label\)",
+        r"item 0 of dataset is of the type int, not a pair \(image, label\)",
     ),
     "mixed labels": (
         lambda r, a, p: vit.train(CONFIG, output=p, dataset=[(a[0][0], "a"), (a[0][1], 2)]),

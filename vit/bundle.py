@@ -249,8 +249,7 @@ def open_model(
     else:
         expected = "a path, timm:NAME, a Bundle or an nn.Module; pass the .bundle of a run"
         check_kind(model, nn.Module, name="model", expected=expected)
-        assert isinstance(model, nn.Module)
-        bundle = Bundle.from_model(model, **told)
+        bundle = Bundle.from_model(cast(nn.Module, model), **told)
     if device != "auto":
         bundle.model.to(torch_device)
     bundle.model.eval()
@@ -326,7 +325,6 @@ def load_bundle(
         >>> bundle = vit.load_bundle("vit.pth", class_names=("cat", "dog"))
         >>> bundle.save("model.safetensors")
     """
-    check_kind(source, (str, Path), name="the model", expected="a path or timm:NAME")
     path = find_model(source)
     # Building a model draws random weights, which must not change the caller's random numbers.
     with torch.random.fork_rng(devices=[]):

@@ -11,7 +11,7 @@ import resource
 import torch
 from vit.runtime.memory import keep_freed_memory
 
-assert keep_freed_memory()
+keep_freed_memory()
 values = torch.ones(16 * 2**20)
 for _ in range(20):
     values + 1

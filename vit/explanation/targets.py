@@ -21,7 +21,7 @@ from vit.model.model_info import find_problem_type
 from vit.prediction.decision import compute_probabilities, decide_labels, rank_classes
 from vit.prediction.probabilities import Float32s
 from vit.runtime.arguments import shorten
-from vit.runtime.tensors import Logits, describe_shape
+from vit.runtime.tensors import Logits
 
 # index or name of a class, another text that `build_target` takes, a function from outputs [B, C]
 # to numbers [B], or a class for each image
@@ -224,7 +224,7 @@ def _apply(function: Callable[[Tensor], Any], logits: Logits, classes: Classes) 
     # a result that keeps an axis would be broadcast over the images without an error
     if not isinstance(values, Tensor) or values.shape != logits.shape[:1]:
         raise ValueError(
-            f"the target gives {describe_shape(values)} of {len(logits)} images; it takes outputs "
+            f"the target gives {shorten(repr(values))} of {len(logits)} images; it takes outputs "
             f"{list(logits.shape)} and gives a number for each image, "
             "as lambda logits: logits[:, 0] does"
         )

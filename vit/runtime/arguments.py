@@ -1,7 +1,7 @@
 """Check values, and write text for messages about them."""
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Literal
 from unicodedata import category
 
@@ -108,11 +108,9 @@ def check_multiple(name: str, value: int, unit_name: str, unit: int) -> None:
 
 
 def as_tuple(values: str | Sequence[str]) -> tuple[str, ...]:
-    """Return one name or several as a tuple. Raises ValueError for anything else."""
+    """Return one name or several as a tuple."""
     if isinstance(values, str):
         return (values,)
-    if not isinstance(values, Iterable) or not all(isinstance(name, str) for name in values):
-        raise ValueError(f"{shorten(repr(values))} is neither a name nor a list of names")
     return tuple(values)
 
 

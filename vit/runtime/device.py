@@ -4,7 +4,7 @@ import gc
 import os
 import platform
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import TypeVar, cast, get_args
@@ -90,11 +90,8 @@ def choose_precision(name: str, device: torch.device) -> Precision:
 
 
 def use_deterministic_algorithms(deterministic: bool) -> None:
-    """Let torch compute each operation in the same order every time, or in any order.
-
-    Args:
-        deterministic: True: the same order, with a slower kernel where necessary.
-    """
+    """Let torch compute each operation in the same order every time, with a slower kernel where
+    necessary, or in any order."""
     # Setting it imports torch's compiler, which takes 3 s.
     if deterministic != torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(deterministic)
@@ -209,13 +206,19 @@ def copy_to_device(values: T, device: torch.device) -> T:
         # a GPU of Apple shares the memory of its host
         return cast(T, tree_map_only(Tensor, lambda tensor: tensor.to(device), values))
     tensors = [tensor for tensor in list_tensors(values) if not tensor.is_pinned()]
-    # The tensors are small: one copy of all takes a fraction of the time of one copy for each.
+    # The tensors are small: one copy of all takes a fraction of the time of one copy for each. Each
+    # begins at a multiple of 16 bytes, as a tensor of any type may.
+    sizes = [-(-tensor.nbytes // 16) * 16 for tensor in tensors]
     # When the copy is done, torch keeps the pinned memory for the next batch.
-    size = sum(_pad(tensor.nbytes) for tensor in tensors)
-    packed = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-    for tensor, part in zip(tensors, _unpack(packed, tensors), strict=True):
+    packed = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
+
+    def unpack(packed: Tensor) -> Iterator[Tensor]:
+        for tensor, part in zip(tensors, packed.split(sizes), strict=True):
+            yield part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+
+    for tensor, part in zip(tensors, unpack(packed), strict=True):
         part.copy_(tensor)
-    copies = _unpack(packed.to(device, non_blocking=True), tensors)
+    copies = unpack(packed.to(device, non_blocking=True))
 
     def send(tensor: Tensor) -> Tensor:
         if tensor.is_pinned():
@@ -223,20 +226,6 @@ def copy_to_device(values: T, device: torch.device) -> T:
         return next(copies)
 
     return cast(T, tree_map_only(Tensor, send, values))
-
-
-def _pad(num_bytes: int) -> int:
-    """Return the next multiple of 16, at which a tensor of any type may begin."""
-    return -(-num_bytes // 16) * 16
-
-
-def _unpack(packed: Tensor, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yield views of the bytes in `packed` with the types and shapes of `tensors`."""
-    start = 0
-    for tensor in tensors:
-        part = packed[start : start + tensor.nbytes]
-        yield part.view(tensor.dtype).view(tensor.shape)
-        start += _pad(tensor.nbytes)
 
 
 def copy_to_host(values: T) -> T:

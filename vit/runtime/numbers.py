@@ -22,11 +22,6 @@ def format_interval(interval: tuple[float, float], count: int) -> str:
     return f"{low}–{high} %"
 
 
-def format_difference(difference: float, count: int) -> str:
-    """Return a difference of fractions of `count` images in percentage points, such as "+13"."""
-    return f"{100 * difference:+.{int(count >= _ONE_DECIMAL)}f}"
-
-
 def format_number(value: float) -> str:
     """Return a number with three significant digits, or whole from 1,000 on."""
     return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:.3g}"

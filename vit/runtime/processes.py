@@ -21,10 +21,7 @@ _START_TIMEOUT = timedelta(hours=1)
 
 
 class ProcessLostError(ConnectionError):
-    """Another process of the run has ended or hangs.
-
-    The run can be continued from its last checkpoint.
-    """
+    """Another process of the run has ended or hangs. The last checkpoint is kept."""
 
 
 @dataclass(frozen=True)

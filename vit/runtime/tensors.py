@@ -8,10 +8,3 @@ Images = Float[Tensor, "B channels height width"]
 Logits = Float[Tensor, "B classes"]
 # N: tokens of an image; D: values of a token.
 Tokens = Float[Tensor, "B N D"]
-
-
-def describe_shape(value: object) -> list[int] | str:
-    """Return the shape of a tensor, or the type of something else, for a message."""
-    if isinstance(value, Tensor):
-        return list(value.shape)
-    return type(value).__name__

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from vit.runtime.command import Call, Command
 from vit.runtime.console import build_console, build_table
 from vit.runtime.files import compute_and_save
-from vit.runtime.numbers import format_difference, format_percent
+from vit.runtime.numbers import format_percent
 from vit.runtime.signatures import check_arguments
 
 if TYPE_CHECKING:
@@ -55,9 +55,7 @@ COMMAND = Command(run=compare, function="compare")
 def _show_pair(
     console: "Console", pair: "Pair", *, title: str, num_images: int, num_examples: int
 ) -> None:
-    difference, low, high = (
-        format_difference(value, num_images) for value in (pair.difference, *pair.interval)
-    )
+    difference, low, high = (f"{100 * value:+.1f}" for value in (pair.difference, *pair.interval))
     verdict = "significant" if pair.is_significant else "not significant"
     console.print(
         f"\n{pair.b} against {pair.a}: {title} {difference} percentage points"
