@@ -26,8 +26,8 @@ METHOD = "libra-fullgrad"
 SIDE = 128
 # largest fraction of the patches that is removed
 _MAX_REMOVED = 0.25
-# numbers of patches that are removed in turn
-_NUM_COUNTS = 10
+# numbers of patches that are removed in turn; each takes forward passes
+_NUM_COUNTS = 7
 _BATCH = 16
 
 
