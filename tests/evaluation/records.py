@@ -13,6 +13,7 @@ from vit.bundle import Bundle
 from vit.data.preprocess import Preprocess
 from vit.evaluation.images import EvaluationSet
 from vit.evaluation.metrics import Scores, measure, score_logits
+from vit.evaluation.predictions import save_predictions
 from vit.evaluation.result import EVALUATION_FILE, Evaluation, EvaluationResult
 from vit.runtime.files import format_json, write_atomically
 from vit.runtime.metrics_file import PREDICTIONS_FILE
@@ -80,6 +81,6 @@ def write_evaluation(
     directory.mkdir()
     result = EvaluationResult(evaluation, scores, logits, images, bundle)
     result.write_predictions(directory / "predictions.csv")
-    result.write_arrays(directory / PREDICTIONS_FILE)
+    save_predictions(directory / PREDICTIONS_FILE, dataset, scores, logits)
     write_atomically(directory / EVALUATION_FILE, format_json(evaluation.model_dump(mode="json")))
     return directory

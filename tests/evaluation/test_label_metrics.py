@@ -99,16 +99,9 @@ def test_perfect_and_useless_predictions_have_intervals() -> None:
     low, high = measure(never).intervals["micro_f1"]
     assert low == 0.0
     assert 0.0 < high < 0.2
-    logits = np.zeros(labels.shape, np.float32)
-    logits[3, 1] = np.nan
-    with pytest.raises(ValueError, match="1 of 100 images have NaN or infinity among their logits"):
-        compute_metrics(score_logits(logits, labels))
-
-
-def test_a_single_image_has_intervals_that_json_can_hold() -> None:
-    scores = score_logits(np.array([[2.0, -1.0]], np.float32), np.array([[True, True]]))
-    intervals = measure(scores).intervals
-    assert np.isfinite(list(intervals.values())).all()
+    # a single image has intervals that JSON can hold
+    single = score_logits(np.array([[2.0, -1.0]], np.float32), np.array([[True, True]]))
+    assert np.isfinite(list(measure(single).intervals.values())).all()
 
 
 @pytest.mark.extended

@@ -37,16 +37,6 @@ def test_counts_intervals_and_order_are_those_worked_by_hand() -> None:
     assert rows["a"].list_cells() == ["a", "20", "20", "60 %", "36–81 %"]
 
 
-def test_groups_widen_intervals() -> None:
-    # 12 patients of 10 images each, all alike; two sites
-    correct = np.repeat([1, 1, 1, 1, 1, 0, 1, 1, 0, 0, 1, 0], 10).astype(bool)
-    groups = np.repeat([f"patient {number}" for number in range(12)], 10).tolist()
-    site = np.repeat(["a", "b"], 60).tolist()
-    row, by_image = (measure(site, correct, chosen)[0] for chosen in (groups, None))
-    assert (row.name, row.num_groups, row.metric) == ("b", 6, 0.5)
-    assert np.ptp(row.interval) > 2 * np.ptp(by_image.interval)
-
-
 def test_numbers_and_codes_are_values() -> None:
     """Twenty sites 100 to 119 are no quantity."""
     sites = [str(100 + number % 20) for number in range(200)]

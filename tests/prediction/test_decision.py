@@ -1,19 +1,16 @@
 """The operating point in a model file decides what is predicted; without one nothing changes."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.conftest import SaveModel, change_metadata
-from vit.bundle import Bundle, load_bundle
+from vit.bundle import Bundle
 from vit.evaluation.metrics import score_logits
 from vit.prediction.decision import (
     compute_probabilities,
     decide_classes,
     decide_labels,
-    describe_decision,
     find_labels,
     read_class_threshold,
 )
@@ -99,18 +96,3 @@ def test_predictions_are_what_the_operating_point_decides(bundle: Bundle) -> Non
     found = run(set_point(labels, **rest | {"class 3": 0.0, "class 7": 0.0}))
     assert set(found.labels or ()) == {"class 3", "class 7"}
     assert run(set_point(labels, **rest)).labels == []
-
-
-def test_it_is_kept_in_the_model_file(save_model: SaveModel, tmp_path: Path) -> None:
-    model_file = save_model(tmp_path / "plain.safetensors")
-    names = load_bundle(model_file).class_names
-    point = {"rule": "f1", "thresholds": {names[0]: 0.25}, "num_images": 9}
-    target = tmp_path / "model.safetensors"
-    change_metadata(model_file, {"operating_point": point}, target=target)
-    bundle = load_bundle(target)
-    assert bundle.operating_point == point
-    assert describe_decision(bundle) == (
-        f"operating point f1: predicts {names[0]} from 0.25 on, otherwise the most probable of the"
-        " others"
-    )
-    assert describe_decision(load_bundle(model_file)) == ""

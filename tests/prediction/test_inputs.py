@@ -72,13 +72,6 @@ def test_tables_with_and_without_labels(photos: Path, suffix: str, labels: str) 
     ]
 
 
-def test_a_table_without_images(photos: Path) -> None:
-    other = photos / "numbers.csv"
-    other.write_text("height,width\n100,200\n300,400\n")
-    with pytest.raises(ValueError, match="has no column path, filename"):
-        read(other)
-
-
 def test_paths_and_images_in_memory_are_mixed(photos: Path) -> None:
     assert read([grey(3), str(photos / "1.png"), np.asarray(grey(4))]) == [
         ("image 0", 3), (str(photos / "1.png"), 1), ("image 2", 4),

@@ -16,7 +16,7 @@ from vit.bundle import Bundle
 from vit.data.images import ImageInputs
 from vit.data.inputs import list_inputs
 from vit.prediction.image_predictor import Predictor
-from vit.prediction.records import Prediction, PredictionResult, write_predictions
+from vit.prediction.records import Prediction, write_predictions
 
 
 @pytest.fixture
@@ -67,13 +67,6 @@ def test_the_unreadable_are_reported_in_their_place(bundle: Bundle, folder: Path
     assert "can't be read as an image" in str(predictions[1].error)
     assert predictions[2].error == "No such file or directory"
     assert [len(prediction.classes) for prediction in predictions] == [3, 0, 0, 3]
-
-
-def test_a_result_is_saved_as_lines(bundle: Bundle, folder: Path, tmp_path: Path) -> None:
-    result = PredictionResult(run(bundle, folder))
-    result.save(tmp_path / "out")
-    lines = (tmp_path / "out" / "predictions.jsonl").read_text().splitlines()
-    assert list(map(json.loads, lines)) == [each.to_dict() for each in result.predictions]
 
 
 def test_only_one_batch_is_in_memory(bundle: Bundle, folder: Path) -> None:

@@ -52,15 +52,6 @@ def test_half_precision_logits_are_float32_and_do_not_tie(
     assert np.abs(logits - predict(bundle, images)).max() < limit
 
 
-def test_progress_hears_of_every_image_once(bundle: Bundle, images: EvaluationSet) -> None:
-    heard: list[int] = []
-    predictor = BatchPredictor(
-        bundle.model, bundle.preprocess, 10, 100, torch.device("cpu"), "float32"
-    )
-    predictor.predict(images.read, count=len(images), on_progress=heard.append)
-    assert sum(heard) == len(images)
-
-
 SCRIPT = """
 import sys
 import numpy as np, torch

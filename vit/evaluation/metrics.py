@@ -65,10 +65,6 @@ class Scores:
         return bool(self.labels.ndim == 2)
 
     @property
-    def num_classes(self) -> int:
-        return int(self.probabilities.shape[1])
-
-    @property
     def correct(self) -> Bools:
         """True for an image whose class, or of which every label, is right, [n]."""
         return np.equal(self.rank, 0)
@@ -283,15 +279,16 @@ def _measure_classes(scores: Scores, kept: Bools | slice) -> dict[str, Floats]:
         predicted to have it, and both, [3, C].
     """
     labels, predicted = scores.labels[kept], scores.predicted[kept]
+    num_classes = scores.probabilities.shape[1]
     if scores.is_multilabel:
         masks = (labels, predicted, labels & predicted)
         counts = np.stack([mask.sum(axis=0) for mask in masks])
     else:
         # counted, because marks for each image and class would take too much memory
         columns = (labels, predicted, labels[labels == predicted])
-        counts = np.stack([np.bincount(each, minlength=scores.num_classes) for each in columns])
+        counts = np.stack([np.bincount(each, minlength=num_classes) for each in columns])
     support, guessed, hits = counts
-    areas = np.full((2, scores.num_classes), np.nan)
+    areas = np.full((2, num_classes), np.nan)
     for place in np.flatnonzero(~np.isnan(scores.thresholds)).tolist():
         is_positive, _ = scores.mark(place)
         areas[:, place] = compute_areas(is_positive[kept], scores.probabilities[kept, place])

@@ -31,7 +31,7 @@ class Predictions:
         digests: Hash of its pixels, uint64 [n]. See `ImageDataset.digests`.
         groups: Its group, as text, [n]; its name if it is its own group.
         labels: Its class, [n]; or which labels it has, bool [n, C].
-        predicted: The predicted class, [n]; or which labels are predicted, bool [n, C].
+        predicted: The predicted class, or labels, likewise.
         logits: [n, C].
     """
 
