@@ -131,7 +131,7 @@ def test_names_are_told_where_the_folder_is_gone_or_would_be_downloaded(
     ):
         bundle = replace(named_bundle, config={"data": data})
         with monkeypatch.context() as patch:
-            patch.setattr("vit.explanation.training_photos.open_dataset", refuse)
+            patch.setattr("socket.getaddrinfo", refuse)
             ((first, _),) = find(bundle, pixels)
         assert (first.path, first.picture) == (named[0][0], None)
 
