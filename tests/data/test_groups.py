@@ -13,7 +13,7 @@ from vit.data import groups as groups_module
 from vit.data.duplicates import find_pairs
 from vit.data.groups import choose_whole_groups, find_groups, hash_quickly, join_duplicates
 from vit.data.open import RecordedImages, open_dataset, open_for_model
-from vit.data.splits import SplitRule, _choose_stratified
+from vit.data.splits import SplitRule
 
 BURST = 5
 
@@ -178,16 +178,6 @@ def test_images_are_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     for image in (tmp_path / "photos").rglob("*.png"):
         image.chmod(0o600)
     np.testing.assert_array_equal(hash_quickly(dataset, tmp_path / "cache"), first)
-
-
-def test_groups_of_one_image_are_chosen_as_images_are() -> None:
-    dataset = open_dataset("digits").split("train")
-    for fraction in (0.1, 0.37):
-        expected = _choose_stratified(dataset, fraction, salt="0:test")
-        chosen = choose_whole_groups(
-            list(dataset.ids), dataset.labels, fraction=fraction, salt="0:test"
-        )
-        assert (chosen == expected).all()
 
 
 def test_groups_stay_whole_and_classes_near_the_fraction() -> None:

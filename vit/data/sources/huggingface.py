@@ -58,7 +58,6 @@ class Rows:
         if isinstance(value, list):
             return [self._name(each) for each in value]
         is_number = isinstance(value, int) and not isinstance(value, bool)
-        # test splits of the Hub have -1
         if self.classes is not None and is_number and 0 <= value < len(self.classes):
             return self.classes[value]
         return str(value) if is_number else value
@@ -97,25 +96,24 @@ def find_huggingface(request: Request) -> Listing:
         OSError: The data set can't be read.
     """
     origin = f"data.root {request.root}"
-    used: dict[str, Rows] = {}
-    notes = []
-    for name, table in _load(str(request.root), request.cache_dir / "datasets").items():
-        rows = Rows(table, name=f"{origin} {name}")
-        if name.lower() in SPLIT_OF and any(
-            label not in (None, "-1", [], ["-1"]) for label in rows.labels
-        ):
-            used[name] = rows
-        else:
-            notes.append(f"the split {name!r} was left out")
+    tables = _load(str(request.root), request.cache_dir / "datasets")
+    rows = {name: Rows(table, name=f"{origin} {name}") for name, table in tables.items()}
+    # test splits of the Hub have -1
+    unlabelled = (None, "-1", [], ["-1"])
+    used = {
+        name: each
+        for name, each in rows.items()
+        if name.lower() in SPLIT_OF and not all(label in unlabelled for label in each.labels)
+    }
     if not used:
         raise ValueError(f"{origin} has no labels in a split of {', '.join(SPLIT_OF)}")
+    sets = {name.lower(): each for name, each in used.items()}
     try:
-        listing = find_python_objects(
-            {name.lower(): rows for name, rows in used.items()}, None, task=request.labels.task
-        )
+        listing = find_python_objects(sets, None, task=request.labels.task)
     except ValueError as error:
         raise ValueError(f"{origin}: {error}") from error
     listing.reader.names = [f"{name}/{row:05d}" for name in used for row in range(len(used[name]))]
+    notes = [f"the split {name!r} was left out" for name in rows if name not in used]
     return replace(listing, name="huggingface", origin=origin, keeps_validation=False, notes=notes)
 
 
