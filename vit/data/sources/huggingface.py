@@ -99,7 +99,7 @@ def find_huggingface(request: Request) -> Listing:
     tables = _load(str(request.root), request.cache_dir / "datasets")
     rows = {name: Rows(table, name=f"{origin} {name}") for name, table in tables.items()}
     # test splits of the Hub have -1
-    unlabelled = (None, "-1", [], ["-1"])
+    unlabelled: tuple[Any, ...] = (None, "-1", [], ["-1"])
     used = {
         name: each
         for name, each in rows.items()

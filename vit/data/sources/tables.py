@@ -236,21 +236,16 @@ def _make_finder(root: Path, images: Sequence[str]) -> Callable[[str], str]:
 
     def find(written: str) -> str:
         # most values are paths as they are listed
-        path = written if written in known else posixpath.normpath(written.replace("\\", "/"))
-        if path in known:
-            return path
+        path = written
+        if path not in known:
+            path = relative_path(root / written.replace("\\", "/"), root)
+        found = [path] if path in known else list_names().get(written, [])
         shown = shorten(written, 60) or "nothing"
-        if written and "\0" not in written and os.path.isfile(root / path):
-            path = relative_path(root / path, root)
-            if path.startswith(".."):
-                raise ValueError(f"{shown} is outside {root}; put the table above all its images")
-            return path
-        found = list_names().get(written, [])
-        if len(found) == 1:
-            return found[0]
-        if found:
+        if not found:
+            raise ValueError(f"{shown} is not an image, or the name of one, below {root}")
+        if len(found) > 1:
             raise ValueError(f"{shown} may be {found[0]} or {found[1]}; write the path")
-        raise ValueError(f"{shown} is not a file or the name of one below {root}")
+        return found[0]
 
     return find
 
