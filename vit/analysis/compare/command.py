@@ -1,4 +1,4 @@
-"""`vit compare`: differences between evaluations, with the classes and images behind them."""
+"""`vit compare`: differences between evaluations, with the images behind them."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,7 +26,7 @@ def compare(
 
     Args:
         output: Directory for comparison.json, with all images. None: it isn't written.
-        num_examples: Classes and images to show.
+        num_examples: Images to show.
         overwrite: Replace an earlier result.
     """
     if output is None:
@@ -62,10 +62,6 @@ def _show_pair(
         f" (95 % interval {low} to {high}): difference {verdict}"
         f" (McNemar's exact test, p = {pair.p_value:.2g})"
     )
-    for change in pair.recall_changes[:num_examples]:
-        before = format_percent(change.recall_a, change.support)
-        after = format_percent(change.recall_b, change.support)
-        console.print(f"  {change.name}: {before} → {after} of {change.support} images correct")
     for name, images in ((pair.a, pair.only_a), (pair.b, pair.only_b)):
         shown = ", ".join(images[:num_examples])
         if len(images) > num_examples > 0:

@@ -30,41 +30,24 @@ class ComparedEvaluation:
         name: The part of its path that differs from the others.
         data: Data set and split, for readers.
         fingerprint: Hash of the images and labels.
-        class_names: Names of the classes or labels.
         ids: Name of each image.
-        labels: Class of each image, [n]; or which labels it has, bool [n, C].
         groups: Group of each image, [n]: its name if it is its own group.
         correct: True for an image that is predicted correctly, or of which all labels are right.
+        is_multilabel: True if an image may have several labels.
     """
 
     name: str
     data: str
     fingerprint: str
-    class_names: list[str]
     ids: list[str]
-    labels: NDArray[Any]
     groups: NDArray[Any]
     correct: Bools
-
-    @property
-    def is_multilabel(self) -> bool:
-        """True if an image may have several labels."""
-        return self.labels.ndim == 2
+    is_multilabel: bool
 
     @property
     def accuracy(self) -> float:
         """Share of the images that are predicted correctly, 0 to 1."""
         return float(self.correct.mean())
-
-
-@dataclass(frozen=True)
-class RecallChange:
-    """A class whose recall differs."""
-
-    name: str
-    recall_a: float
-    recall_b: float
-    support: int
 
 
 @dataclass(frozen=True)
@@ -76,7 +59,6 @@ class Pair:
         interval: Its 95 % interval, which holds 0 if the difference is not significant.
         p_value: Two-sided p-value of McNemar's exact test.
         is_significant: True if the p-value is below 0.05.
-        recall_changes: The largest change first; empty for several labels an image.
         only_a: Images that only A predicts correctly.
         only_b: Images that only B predicts correctly.
     """
@@ -87,7 +69,6 @@ class Pair:
     interval: Interval
     p_value: float
     is_significant: bool
-    recall_changes: list[RecallChange]
     only_a: list[str]
     only_b: list[str]
 
@@ -210,7 +191,6 @@ def _compare_pair(a: ComparedEvaluation, b: ComparedEvaluation) -> Pair:
         interval=interval,
         p_value=p_value,
         is_significant=p_value < SIGNIFICANCE,
-        recall_changes=[] if a.is_multilabel else _find_recall_changes(a, b),
         only_a=ids[changes < 0].tolist(),
         only_b=ids[changes > 0].tolist(),
     )
@@ -228,12 +208,12 @@ def _load(directory: Path, name: str) -> ComparedEvaluation:
         raise FileNotFoundError(f"{directory} has no evaluation.json; run vit evaluate first")
     facts = read_json(path)
     try:
-        class_names = [str(row["name"]) for row in facts["per_class"]]
+        num_classes = len(facts["per_class"])
         data = f"{facts['data']} ({facts['split']})"
         fingerprint, num_images = str(facts["fingerprint"]), facts["num_images"]
     except (LookupError, TypeError) as error:
         raise ValueError(f"{path} is of another version, or damaged; evaluate again") from error
-    found = load_predictions(directory, len(class_names))
+    found = load_predictions(directory, num_classes)
     # both files are of one evaluation only if nobody replaced one of them
     if found is None or len(found.ids) != num_images:
         raise ValueError(
@@ -245,11 +225,10 @@ def _load(directory: Path, name: str) -> ComparedEvaluation:
         name=name,
         data=data,
         fingerprint=fingerprint,
-        class_names=class_names,
         ids=found.ids[order].tolist(),
-        labels=found.labels[order],
         groups=found.groups[order],
         correct=found.correct[order],
+        is_multilabel=found.labels.ndim == 2,
     )
 
 
@@ -266,13 +245,3 @@ def _check_same_images(a: ComparedEvaluation, b: ComparedEvaluation) -> None:
             f"the same images have different names in {a.name} and {b.name}; evaluate both on the"
             " same copy of the images"
         )
-
-
-def _find_recall_changes(a: ComparedEvaluation, b: ComparedEvaluation) -> list[RecallChange]:
-    places, classes = np.unique(a.labels, return_inverse=True)
-    support = np.bincount(classes)
-    recalls = [(np.bincount(classes, each.correct) / support).tolist() for each in (a, b)]
-    names = [a.class_names[place] for place in places.tolist()]
-    changes = [RecallChange(*row) for row in zip(names, *recalls, support.tolist(), strict=True)]
-    changes.sort(key=lambda change: (-abs(change.recall_b - change.recall_a), change.name))
-    return [change for change in changes if change.recall_a != change.recall_b]
