@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,8 @@ from vit.explanation.methods.maps import compute_maps
 from vit.explanation.methods.registry import find_methods, list_methods
 from vit.explanation.targets import CLASS, LABEL, Target
 from vit.prediction.decision import compute_probabilities, decide_classes, decide_labels
-from vit.prediction.predictor import BatchPredictor, Pixels, read_from
+from vit.prediction.features import read_dataset
+from vit.prediction.predictor import BatchPredictor
 from vit.prediction.probabilities import Bools, Float32s, Ints
 from vit.runtime.arguments import as_tuple
 from vit.runtime.device import choose_precision, copy_to_host, describe_device
@@ -40,6 +41,8 @@ from vit.runtime.version import collect_versions
 
 # an interval over fewer images says nothing
 MIN_IMAGES = 8
+# images that are predicted for each that is asked for
+_DRAWN = 4
 
 
 @check_arguments(num_images=(8, None), batch_size=(1, None))
@@ -138,7 +141,6 @@ def measure_faithfulness(
     conditions = {
         "model": bundle.name,
         "model_sha256": bundle.sha256,
-        "run_id": bundle.metadata.get("run_id"),
         "data": source.name,
         "split": source.split,
         "num_images": len(ids),
@@ -161,26 +163,21 @@ def _time_maps(
 ) -> tuple[dict[str, PatchMaps], dict[str, float]]:
     """Compute the maps [n, rows, columns] of each method, and the milliseconds that one takes, the
     forward pass included."""
-    batches = [slice(start, start + batch_size) for start in range(0, len(images), batch_size)]
+    batches = list(zip(images.split(batch_size), classes.split(batch_size), strict=True))
+
+    def explain(method: str, part: Images, answers: Tensor, *, verify: bool = False) -> PatchMaps:
+        options: Any = {"target": target.with_classes(answers), "verify": verify}
+        _, _, (found,) = compute_maps(bundle.model, part, methods=[method], **options)
+        # this waits for an accelerator
+        return copy_to_host(found.values)[:, 0]
+
     maps = {}
     milliseconds = {}
     for method in methods:
-
-        def explain(rows: slice, *, verify: bool = False, method: str = method) -> PatchMaps:
-            _, _, (found,) = compute_maps(
-                bundle.model,
-                images[rows],
-                methods=[method],
-                target=target.with_classes(classes[rows]),
-                verify=verify,
-            )
-            # this waits for an accelerator
-            return copy_to_host(found.values)[:, 0]
-
         # the pass that verifies the capture of this architecture is not timed
-        explain(batches[0], verify=True)
+        explain(method, *batches[0], verify=True)
         started = time.perf_counter()
-        maps[method] = torch.cat([explain(rows) for rows in batches])
+        maps[method] = torch.cat([explain(method, *batch) for batch in batches])
         milliseconds[method] = 1000 * (time.perf_counter() - started) / len(images)
     return maps, milliseconds
 
@@ -193,8 +190,8 @@ def select_correct_images(
 
     Args:
         bundle: The model.
-        dataset: The images; unreadable ones are skipped.
-        count: Number of images: the first ones in a random order.
+        dataset: The images.
+        count: Number of images: the first ones in a random order, of at most four times as many.
         batch_size: Images at a time.
         seed: Seed of that order.
 
@@ -202,39 +199,24 @@ def select_correct_images(
         Model inputs, classes and ids.
 
     Raises:
-        ValueError: Fewer than `MIN_IMAGES` are predicted correctly.
+        ValueError: Fewer than `MIN_IMAGES` are predicted correctly, or one can't be read.
     """
     labels = find_labels(dataset, bundle.class_names)
+    order = np.random.default_rng(seed).permutation(len(dataset))[: _DRAWN * count]
+    read = partial(read_dataset, dataset.subset(order), bundle.preprocess)
     predictor = BatchPredictor.from_bundle(bundle, batch_size=batch_size, precision="float32")
-    order = np.random.default_rng(seed).permutation(len(dataset))
-    chosen: list[tuple[Pixels, int, str]] = []
-    with show_progress("choosing images", count) as advance:
-        for start in range(0, len(order), batch_size):
-            if len(chosen) >= count:
-                break
-            batch = {}
-            for index in order[start : start + batch_size].tolist():
-                # unreadable images are skipped
-                with suppress(ValueError, OSError):
-                    batch[index] = bundle.preprocess.to_uint8(dataset.image(index))
-            if batch:
-                logits = predictor.predict(read_from(list(batch.values())), count=len(batch))
-                answers = find_right(bundle, logits, labels[list(batch)]).tolist()
-                found = [
-                    (pixels, answer, dataset.ids[index])
-                    for (index, pixels), answer in zip(batch.items(), answers, strict=True)
-                    if answer >= 0
-                ]
-                chosen += found
-                advance(len(found))
+    with show_progress("choosing images", len(order)) as advance:
+        logits = predictor.predict(read, count=len(order), on_progress=advance)
+    right = find_right(bundle, logits, labels[order])
+    chosen = np.flatnonzero(right >= 0)[:count]
     if len(chosen) < MIN_IMAGES:
         raise ValueError(
-            f"{len(chosen)} of {len(dataset)} images are predicted correctly; {MIN_IMAGES} are"
-            " needed"
+            f"{len(chosen)} of {len(order)} images are predicted correctly; {MIN_IMAGES} are needed"
         )
-    pixels, classes, ids = zip(*chosen[:count], strict=True)
-    images = bundle.preprocess.normalize(torch.from_numpy(np.stack(pixels)))
-    return images, torch.tensor(classes), list(ids)
+    pixels = np.concatenate([read(place, place + 1) for place in chosen.tolist()])
+    images = bundle.preprocess.normalize(torch.from_numpy(pixels))
+    ids = [dataset.ids[place] for place in order[chosen].tolist()]
+    return images, torch.from_numpy(right[chosen]), ids
 
 
 def find_right(bundle: Bundle, logits: Float32s, labels: Ints | Bools) -> Ints:
