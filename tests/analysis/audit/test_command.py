@@ -62,7 +62,6 @@ def test_the_planted_error_comes_first_with_the_right_class(audited: Path) -> No
     assert (error["given"], error["suggested"]) == HOSTILE
     assert content["num_images"] == 40
     assert isinstance(content["near_duplicates"], list)
-    assert isinstance(content["outliers"], list)
 
 
 def test_names_are_inert_on_the_page(audited: Path) -> None:
@@ -109,7 +108,7 @@ def test_corrections_that_do_not_fit_are_refused(
     table = tmp_path / "table.csv"
     for text, problem in (
         ("name,label\na,b\n", "line 1 is not path,given,label"),
-        ("path,given,label\na.png,b\n", "has 2 fields instead of 3"),
+        ("path,given,label\na.png,b\n", "line 2"),
         ("path,given,label\na,b,c\na,b,d\n", "a second label"),
     ):
         table.write_text(text)
@@ -131,11 +130,3 @@ def test_features_must_be_named_and_groups_be_found(
     arguments = ("--model", weights, "--group-by", "[0-9]", "--output", tmp_path / "out")
     message = cli.fail("audit", folder, *arguments)
     assert "group_by '[0-9]' has 0 groups in brackets" in message
-
-
-def test_without_cleanlab_the_command_says_how_to_install_it(
-    folder: Path, weights: Path, tmp_path: Path, cli: Launcher, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("vit.analysis.audit.run.find_spec", lambda name: None)
-    message = cli.fail("audit", folder, "--model", weights, "--output", tmp_path / "out")
-    assert "pip install '.[audit]' in the clone of vit" in message

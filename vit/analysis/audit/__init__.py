@@ -1,1 +1,1 @@
-"""Look for problems in labelled images: labels, duplicates, unusual images."""
+"""Look for problems in labelled images: wrong labels and copies."""

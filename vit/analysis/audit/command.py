@@ -1,4 +1,4 @@
-"""`vit audit`: likely label errors, near-duplicates and unusual images of a data set."""
+"""`vit audit`: likely label errors and near-duplicates of a data set."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from vit.runtime.numbers import format_percent
 
 
 def audit(find: Call, *, output: Path, overwrite: bool = False) -> None:
-    """Find wrong labels, near-duplicates and unusual images.
+    """Find wrong labels and near-duplicates.
 
     Writes audit.json and audit.html, a page to accept or reject each suspect. It saves
     corrections.csv for vit train IMAGES data.corrections=corrections.csv. No image is changed. It
@@ -34,7 +34,6 @@ def audit(find: Call, *, output: Path, overwrite: bool = False) -> None:
         names = ", ".join(found.not_examined)
         echo(f"labels of {names} are not examined: all images of a class are one group")
     echo(f"{len(found.near_duplicates)} near-duplicates, {between} of them with different labels")
-    echo(f"{len(found.outliers)} unusual images")
     for name, reason in found.unreadable[:5]:
         echo(f"skipped {name}: {reason}", color="yellow")
     echo(f"open {output / 'audit.html'} in a browser")

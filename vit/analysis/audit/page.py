@@ -19,7 +19,6 @@ _TEMPLATE = Path(__file__).with_name("audit.html.jinja")
 # More would make a page of tens of megabytes; audit.json has all.
 _MAX_SUSPECTS = 200
 _MAX_PAIRS = 50
-_MAX_OUTLIERS = 24
 # pixels
 _SIDE = 288
 _THUMBNAIL_SIDE = 112
@@ -34,7 +33,6 @@ def build_audit_page(audit: Audit, images: ImageDataset) -> str:
     """
     suspects = audit.label_errors[:_MAX_SUSPECTS]
     pairs = audit.near_duplicates[:_MAX_PAIRS]
-    outliers = audit.outliers[:_MAX_OUTLIERS]
     places = {printable(image_id): index for index, image_id in enumerate(images.ids)}
     small = [
         path
@@ -43,7 +41,6 @@ def build_audit_page(audit: Audit, images: ImageDataset) -> str:
         for path, _ in near
     ]
     small += [path for pair in pairs for path in pair.paths]
-    small += [image.path for image in outliers]
 
     def encode(paths: Iterable[str], side: int) -> dict[str, str]:
         chosen = {path: places[path] for path in paths}
@@ -55,7 +52,6 @@ def build_audit_page(audit: Audit, images: ImageDataset) -> str:
         "top1": format_percent(audit.top1, audit.num_images),
         "suspects": [asdict(error) for error in suspects],
         "pairs": pairs,
-        "outliers": outliers,
         "photos": encode((error.path for error in suspects), _SIDE),
         "thumbnails": encode(small, _THUMBNAIL_SIDE),
         "columns": COLUMNS,

@@ -59,7 +59,7 @@ def audit(
     device: str = "auto",
     precision: str = "auto",
 ) -> AuditResult:
-    """Look for likely label errors, near-duplicates and unusual images.
+    """Look for likely label errors and near-duplicates.
 
     Args:
         data: A data set's name, a folder with a folder for each class, a

@@ -1,4 +1,4 @@
-"""Look for problems in labelled images: labels, near-duplicates, unusual images.
+"""Look for problems in labelled images: wrong labels and near-duplicates.
 
 Only a linear classifier is trained, on the features of a model. Label errors come from cleanlab
 (Northcutt et al. 2021, "Confident learning: estimating uncertainty in dataset labels").
@@ -18,13 +18,11 @@ from vit.data.corrections import SEPARATOR
 from vit.data.dataset import ImageDataset, printable
 from vit.data.duplicates import find_pairs
 from vit.data.groups import join_duplicates
-from vit.prediction.neighbours import convert_to_distances, find_nearest
+from vit.prediction.neighbours import find_nearest
 from vit.prediction.probabilities import Bools, Float32s, Floats, Ints
 
 _NUM_FOLDS = 5
 _NUM_NEIGHBOURS = 5
-# interquartile ranges beyond the quartiles: the fence of Tukey's "far out" values
-_FENCE = 3.0
 
 # path of a near image, and the cosine of the features
 Neighbours = Sequence[tuple[str, float]]
@@ -58,15 +56,6 @@ class NearDuplicate:
     exact: bool
 
 
-@dataclass(frozen=True)
-class Outlier:
-    """An image that is far from all others: its distance to the 5th nearest image, 0 to 2."""
-
-    path: str
-    given: str
-    distance: float
-
-
 @dataclass(frozen=True, repr=False)
 class Audit:
     """Possible problems of a data set, the most likely first.
@@ -85,7 +74,6 @@ class Audit:
 
     label_errors: list[LabelError]
     near_duplicates: list[NearDuplicate]
-    outliers: list[Outlier]
     top1: float
     num_images: int
     class_names: tuple[str, ...]
@@ -101,8 +89,7 @@ class Audit:
         """One line, because notebooks show a result that ends a cell."""
         return (
             f"Audit({self.num_images} images of {self.data}: {len(self.label_errors)} likely label"
-            f" errors, {len(self.near_duplicates)} pairs of near-duplicates,"
-            f" {len(self.outliers)} outliers)"
+            f" errors, {len(self.near_duplicates)} pairs of near-duplicates)"
         )
 
 
@@ -171,7 +158,6 @@ def audit_images(
     return Audit(
         label_errors=errors,
         near_duplicates=near_duplicates,
-        outliers=_find_outliers(features, paths, texts),
         top1=float((predicted == marks[examined]).all(axis=1).mean()),
         num_images=len(dataset),
         class_names=names,
@@ -317,16 +303,4 @@ def _find_nearest_with(
     return [
         (paths[members[near]], cosine)
         for near, cosine in zip(places.tolist(), cosines.tolist(), strict=True)
-    ]
-
-
-def _find_outliers(features: Float32s, paths: Sequence[str], texts: Sequence[str]) -> list[Outlier]:
-    """Find images that are far from all others (Tukey 1977, "far out"), the farthest first."""
-    _, cosines = find_nearest(features, features, _NUM_NEIGHBOURS, skip_self=True)
-    distances = convert_to_distances(cosines[:, -1])
-    low, high = np.quantile(distances, [0.25, 0.75])
-    return [
-        Outlier(paths[index], texts[index], float(distances[index]))
-        for index in np.argsort(-distances, kind="stable").tolist()
-        if distances[index] > high + _FENCE * (high - low)
     ]
