@@ -119,7 +119,7 @@ def test_corrections_that_do_not_fit_are_refused(
     assert "names 1 images that are not among those" in cli.fail(*arguments)
     name = sorted(path.name for path in (folder / HOSTILE[1]).iterdir())[0]
     table.write_text(f'path,given,label\n"{HOSTILE[1].replace(chr(34), chr(34) * 2)}/{name}",a,b\n')
-    assert "which is not one of" in cli.fail(*arguments)
+    assert "unknown label of" in cli.fail(*arguments)
 
 
 def test_features_must_be_named_and_groups_be_found(

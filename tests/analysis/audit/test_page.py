@@ -191,5 +191,5 @@ def test_wrong_and_missing_labels_are_named(audited: Any, labelled: Path, tmp_pa
     # the labels are blue and red
     assert marks == {"01.png": [False, True], "03.png": [True, True]}
     corrections.write_text("path,given,label\n01.png,blue,red|green\n")
-    with pytest.raises(ValueError, match="the label 'green', which is not one of blue, red"):
+    with pytest.raises(ValueError, match="'green'; known: blue, red"):
         build_dataset(data).split("all")
