@@ -1,6 +1,6 @@
 """Predictions of images as arrays. `vit evaluate` writes them for `vit compare`; a run of
-`vit train --folds` writes those of each image by a probe that has seen neither it nor its group, and
-`vit evaluate RUN` measures them like a test split."""
+`vit train --folds` writes those of each image by a probe that has seen neither it nor its group,
+and `vit evaluate RUN` measures them like a test split."""
 
 from dataclasses import dataclass
 from pathlib import Path

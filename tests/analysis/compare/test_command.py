@@ -18,7 +18,7 @@ def test_two_models(cli: Launcher, tmp_path: Path) -> None:
         for name, ranks in zip("ab", (RANKS, better), strict=True)
     ]
     outcome = cli.succeed("compare", *folders, "--output", tmp_path / "comparison")
-    assert "b against a: accuracy +12 percentage points (95 % interval +9 to +16)" in outcome.text
+    assert "b against a: accuracy +12.5 percentage points (95 % interval" in outcome.text
     assert "difference significant (McNemar's exact test, p = 1.8e-15)" in outcome.text
     assert "50 images that only b has right: test/0003.png, test/0011.png" in outcome.text
     assert "0 images that only a has right" in outcome.text

@@ -73,8 +73,8 @@ class Contrast(NamedTuple):
 
 
 def choose_mistakes(scores: Scores, count: int) -> list[Mistake]:
-    """Choose up to `count` of the clearest mistakes: the most confident wrong classes; or the labels
-    whose probability is farthest from the truth, one of each label in turn."""
+    """Choose up to `count` of the clearest mistakes: the most confident wrong classes; or the
+    labels whose probability is farthest from the truth, one of each label in turn."""
     if scores.is_multilabel:
         images, places = np.nonzero(scores.labels != scores.predicted)
         predicted, is_missed = places, scores.labels[images, places]
