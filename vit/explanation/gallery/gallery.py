@@ -1,4 +1,4 @@
-"""The gallery: one HTML file with photos, their maps, and what each layer, head and patch attends to.
+"""The gallery: one HTML file with photos, their maps, and what layers, heads and patches attend to.
 
 The browser draws it. A map is a picture of one pixel for each patch, which CSS stretches over the
 photo. Layers and heads, and the rows of the rollout, are tiles of one picture each.

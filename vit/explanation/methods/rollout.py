@@ -100,9 +100,9 @@ def measure_attention(forward: Forward, image: int) -> dict[str, Tensor]:
         image: Place of the image in the batch.
 
     Returns:
-        "heads" [layers, heads, rows, columns], what the pooled feature attends to; and "flow" [rows,
-        columns, rows, columns], what each patch attends to by the rollout. A part that would be too
-        large is left out, and "heads" of layers with different numbers of heads.
+        "heads" [layers, heads, rows, columns], what the pooled feature attends to; and "flow"
+        [rows, columns, rows, columns], what each patch attends to by the rollout. A part that would
+        be too large is left out, and "heads" of layers with different numbers of heads.
     """
     layers = forward.record.layers
     one = slice(image, image + 1)
