@@ -9,7 +9,6 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from vit.explanation.capture.reader import read_model
-from vit.explanation.capture.tokens import count_prefix_tokens
 
 
 @contextmanager
@@ -17,12 +16,12 @@ def keep_tokens(
     model: nn.Module, patches: Int[Tensor, "B kept"], images: Tensor | None = None
 ) -> Iterator[None]:
     """Only these `patches` (indices from 0, row by row) and the prefix tokens enter the encoder."""
-    # of one whole image; with prompts there are more than the model's parameters say
-    num_prefix = count_prefix_tokens(model)
+    reader = read_model(model, images)
+    num_prefix, _ = reader.find_places()
 
     def select(tokens: Tensor) -> Tensor:
         index = (patches + num_prefix).unsqueeze(-1).expand(-1, -1, tokens.shape[-1])
         return torch.cat([tokens[:, :num_prefix], tokens.gather(1, index)], dim=1)
 
-    with read_model(model, images).change_tokens(select):
+    with reader.change_tokens(select):
         yield

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 
 import pytest
-import timm
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -128,15 +127,6 @@ def test_hooks_are_removed_when_the_model_raises(ours: Build) -> None:
     assert count_hooks(model) == 0
 
 
-def test_reading_before_a_forward_pass_is_an_error(ours: Build) -> None:
-    model, _ = ours()
-    with (
-        capture_attention(model) as record,
-        pytest.raises(RuntimeError, match="3 of 3 attention layers were not captured"),
-    ):
-        _ = record.attentions
-
-
 def test_a_bypassed_layer_is_an_error_also_after_a_whole_pass(ours: Build) -> None:
     model, images = ours()
     with torch.no_grad(), capture_attention(model) as record:
@@ -145,36 +135,6 @@ def test_a_bypassed_layer_is_an_error_also_after_a_whole_pass(ours: Build) -> No
         model(images)
         with pytest.raises(RuntimeError, match="1 of 3 attention layers were not captured"):
             _ = record.attentions
-
-
-@pytest.mark.parametrize("name", ["resnet18", "cait_xxs24_224"])
-def test_models_with_other_attention_are_refused_with_a_sentence(name: str) -> None:
-    with (
-        pytest.raises(ValueError, match="attention"),
-        capture_attention(timm.create_model(name)),
-    ):
-        pass
-
-
-def test_a_mask_is_part_of_the_attention(from_timm: Build) -> None:
-    model, images = from_timm()
-    bias = torch.zeros(1, 1, 25, 25)
-    bias[..., 3] = 5.0
-    for block in model.blocks:
-        block.attn.forward = lambda x, f=block.attn.forward, **kwargs: f(x, attn_mask=bias)
-    with torch.no_grad(), capture_attention(model) as record:
-        model(images)
-    for attention in record.attentions:
-        assert (attention[..., 3] > attention[..., 4]).float().mean() > 0.9
-    assert count_hooks(model) == 0
-
-
-def test_gradients_without_a_graph_are_an_error(ours: Build) -> None:
-    model, images = ours()
-    with capture_attention(model) as record:
-        logits = model(images)
-        with pytest.raises(RuntimeError, match="gradients=True"):
-            record.gradients(logits[:, 0])
 
 
 def test_half_precision_gives_float32_attention(ours: Build) -> None:

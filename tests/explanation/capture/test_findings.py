@@ -10,8 +10,7 @@ import torchvision
 from torch import Tensor, nn
 
 import vit
-from tests.explanation import model_zoo
-from tests.explanation.hand_written import Classifier, blocks, build, own, tensor_softmax
+from tests.explanation.capture.hand_written import Classifier, blocks, build, own, tensor_softmax
 
 
 def make_torchvision() -> nn.Module:
@@ -20,7 +19,7 @@ def make_torchvision() -> nn.Module:
 
 def test_a_head_of_zeros_is_refused_before_training_and_read_after_it() -> None:
     model, images = make_torchvision(), torch.randn(2, 3, 32, 32)
-    with pytest.raises(ValueError, match="needs the model's attention"):
+    with pytest.raises(ValueError, match="a head of zeros"):
         vit.attribute(model, images)
     nn.init.normal_(model.heads.head.weight)
     assert vit.attribute(model, images).shape == (2, 4, 4)
@@ -79,48 +78,6 @@ def test_a_module_that_training_changed_is_checked_again() -> None:
         vit.attribute(model, images, method="rollout")
 
 
-class WithoutResidual(nn.Module):
-    def __init__(self, attention: nn.Module, *, feed_forward: bool) -> None:
-        super().__init__()
-        self.attention, self.norm = attention, nn.LayerNorm(24)
-        self.mlp = nn.Linear(24, 24) if feed_forward else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.attention(self.norm(x))
-        return x if self.mlp is None else x + self.mlp(x)
-
-
-@pytest.mark.parametrize("feed_forward", [True, False])
-@pytest.mark.parametrize("place", [0, 1, 2])
-def test_attention_without_a_residual_connection_is_refused(feed_forward: bool, place: int) -> None:
-    def encode() -> nn.Module:
-        layers = list(blocks(own("chunk", tensor_softmax)))
-        odd = WithoutResidual(own("chunk", tensor_softmax)(), feed_forward=feed_forward)
-        layers.insert(place, odd)
-        return nn.Sequential(*layers)
-
-    model, images = build(lambda: Classifier(encode()))
-    with pytest.raises(ValueError, match="without a residual connection"):
-        vit.attribute(model, images, method="rollout")
-
-
-@pytest.mark.parametrize("name", ["HierarchicalClassifier", "TwinsHead", "DistillableViT"])
-def test_the_name_of_a_class_decides_nothing(name: str) -> None:
-    model, images = model_zoo.build("timm")
-
-    class Wrapper(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.backbone, self.num_classes = model, model.num_classes
-
-        def forward(self, images: Tensor) -> Tensor:
-            return self.backbone(images)
-
-    Wrapper.__name__ = name
-    found = vit.attribute(Wrapper(), images, method="rollout")
-    assert torch.allclose(found, vit.attribute(model, images, method="rollout"), atol=1e-6)
-
-
 def test_images_by_keyword_tell_their_size() -> None:
     model, images = build(lambda: Classifier(blocks(own("chunk", tensor_softmax))))
     with torch.no_grad(), vit.capture_attention(model) as record:
@@ -171,13 +128,6 @@ def test_compiled_parts_run_as_they_are_written(part: str) -> None:
         else:
             block.attn.forward = torch.compile(block.attn.forward, backend="eager")
     assert torch.allclose(vit.attribute(model, images, target=[1, 2]), expected, atol=1e-6)
-
-
-def test_class_names_name_a_modules_classes() -> None:
-    model, images = build(lambda: Classifier(blocks(own("chunk", tensor_softmax))))
-    names = ["cat", "dog", "owl", "bat", "elk"]
-    by_name = vit.attribute(model, images, target="owl", class_names=names)
-    assert torch.equal(by_name, vit.attribute(model, images, target=2))
 
 
 def test_maps_that_are_the_same_for_every_class_need_no_classes() -> None:

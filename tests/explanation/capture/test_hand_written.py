@@ -4,14 +4,11 @@ from functools import partial
 
 import pytest
 import torch
-from PIL import Image
 from torch import Tensor, nn
 
-import vit
-from tests.explanation import hand_written
-from tests.explanation.hand_written import (
+from tests.explanation.capture import hand_written
+from tests.explanation.capture.hand_written import (
     MODELS,
-    REFUSED,
     Classifier,
     PairsOfLayers,
     attend_by_products,
@@ -19,6 +16,7 @@ from tests.explanation.hand_written import (
     build,
     module_softmax,
     own,
+    torch_attention,
 )
 from vit.explanation.capture.forward import capture_attention
 from vit.explanation.checks.token_ablation import build_removal
@@ -87,22 +85,25 @@ def test_attention_maps_are_those_of_the_products_in_float64(
         assert_close(found.values[:, 0].flatten(1), expected[:, 0, prefix:])
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_attends_otherwise_is_refused(name: str) -> None:
-    create, message = REFUSED[name]
-    model, images = build(create)
-    with pytest.raises(ValueError, match=message):
-        compute_maps(model, images, methods=["rollout", "gae"])
+ATTENTIONS = {
+    "softmax": own("chunk", module_softmax),
+    "tokens first": torch_attention(batch_first=False, need_weights=False),
+    "torch": torch_attention(batch_first=True, need_weights=True),
+}
 
 
+@pytest.mark.parametrize(("outside", "inside"), [("softmax", "softmax"), ("tokens first", "torch")])
 @pytest.mark.parametrize("pool", ["class", "mean"])
-def test_an_encoder_that_adds_is_read_as_the_same_blocks_are(pool: str) -> None:
+def test_an_encoder_that_adds_is_read_as_the_same_blocks_are(
+    pool: str, outside: str, inside: str
+) -> None:
     """The tokens between the blocks are found, and every method, removal too, gives the same."""
-    encoder = PairsOfLayers(own("chunk", module_softmax), norm=False)
+    encoder = PairsOfLayers(ATTENTIONS[outside], norm=False)
     adds, images = build(lambda: Classifier(encoder, pool=pool))
-    whole, _ = build(lambda: Classifier(blocks(own("chunk", module_softmax)), pool=pool))
+    whole, _ = build(lambda: Classifier(blocks(ATTENTIONS[inside]), pool=pool))
     for block, (attention, feed_forward) in zip(whole.encoder, encoder.layers, strict=True):
-        block.attention, block.ln1 = attention.fn, attention.norm
+        block.attention.load_state_dict(attention.fn.state_dict())
+        block.ln1 = attention.norm
         block.mlp, block.ln2 = feed_forward.fn, feed_forward.norm
     for name in ("patchify", "special", "pos", "head"):
         setattr(whole, name, getattr(adds, name))
@@ -115,17 +116,3 @@ def test_an_encoder_that_adds_is_read_as_the_same_blocks_are(pool: str) -> None:
     assert adds.encoder is encoder
     for one, other in zip(*maps, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
-
-
-def test_a_model_of_ones_own_is_explained_by_one_call() -> None:
-    """Its class names and preprocessing are passed along."""
-    model, _ = build(MODELS["encoder that adds"].build)
-    photo = Image.effect_noise((40, 36), 60).convert("RGB")
-    result = vit.explain(
-        model,
-        photo,
-        class_names=["a", "b", "c", "d", "e"],
-        preprocess=vit.Preprocess(image_size=(32, 32)),
-    )
-    assert list(result.maps) == ["libra-removal", "rollout"]
-    assert result.maps["rollout"].shape == (1, 4, 4)

@@ -1,11 +1,9 @@
 """Every model of the list is read right, or refused in a sentence."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-import timm
 import torch
 import transformers
 from torch import Tensor, nn
@@ -13,7 +11,7 @@ from torch.nn import functional as F
 
 import vit
 from tests.explanation.keep_tokens import keep_tokens
-from tests.explanation.model_zoo import _HUGGING_FACE, MODELS, build
+from tests.explanation.model_zoo import _HUGGING_FACE, MODELS, build, build_timm
 from vit.bundle import Bundle
 from vit.explanation.capture.forward import capture_attention, run_forward
 from vit.explanation.capture.reader import read_model
@@ -79,6 +77,22 @@ def test_the_pool_weights_are_what_the_classifier_reads(name: str) -> None:
         assert patches.std() > 0
 
 
+def test_weights_of_timms_poolings_are_those_of_its_pooled_feature() -> None:
+    images = torch.randn(2, 3, 64, 96)
+    model = build_timm(global_pool="avg", pool_include_prefix=True, reg_tokens=2).eval()
+    assert torch.allclose(run_forward(model, images).pool_weights, torch.full((2, 27), 1 / 27))
+    model = build_timm(global_pool="max", class_token=False).eval()
+    with torch.no_grad():
+        largest = model.forward_features(images).argmax(dim=1)
+    expected = F.one_hot(largest, 24).float().mean(dim=1)
+    assert (run_forward(model, images).pool_weights - expected).abs().max() < 1e-6
+
+
+def test_the_grid_follows_an_input_of_another_size() -> None:
+    model = build_timm(dynamic_img_size=True).eval()
+    assert run_forward(model, torch.randn(1, 3, 128, 48)).grid == (8, 3)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_are_left_out_where_the_attention_knows_no_positions(name: str) -> None:
     model, images = build(name)
@@ -96,39 +110,6 @@ def test_tokens_are_left_out_where_the_attention_knows_no_positions(name: str) -
     torch.testing.assert_close(logits[0], forward.logits)
     torch.testing.assert_close(logits[1], logits[2])  # positions stay with their patches
     assert (logits[1] - logits[0]).abs().max() > 1e-4
-
-
-REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "pit": (
-        lambda: timm.create_model("pit_ti_224"),
-        "computes something else|attends within windows",
-    ),
-    "crossvit": (
-        lambda: timm.create_model("crossvit_tiny_240"),
-        "attends within windows, in branches",
-    ),
-    "samvit": (
-        lambda: timm.create_model("samvit_base_patch16_224", depth=1),
-        "isn't added to tokens",
-    ),
-    "dlittle": (
-        lambda: timm.create_model("vit_dlittle_patch16_reg1_gap_256", depth=1),
-        "runs 2 times",
-    ),
-    "no head": (
-        lambda: transformers.ViTModel(transformers.ViTConfig(**_HUGGING_FACE)),
-        "doesn't return logits",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_others_are_refused_in_a_sentence(name: str) -> None:
-    create, message = REFUSED[name]
-    model = create().eval()
-    size = model.pretrained_cfg["input_size"][1:] if hasattr(model, "pretrained_cfg") else (64, 64)
-    with pytest.raises(ValueError, match=message):
-        compute_maps(model, torch.randn(1, 3, *size), methods=["rollout", "gae"])
 
 
 class ZeroShot(nn.Module):
@@ -193,7 +174,7 @@ def test_a_quantised_model_answers_and_its_maps_are_refused() -> None:
     )
     photo = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
     assert vit.predict(bundle, photo, precision="float32").predictions[0].classes
-    for methods in ("auto", "rollout", "input-x-gradient"):
+    for methods in ("auto", "rollout"):
         with pytest.raises(ValueError, match="explain a quantised model before it is quantised"):
             vit.explain(bundle, photo, methods=methods)
 

@@ -6,35 +6,18 @@ import pickle
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import timm
 import torch
 import transformers
-from PIL import Image
 from torch import Tensor, nn
 
 import vit
-from tests.explanation.model_zoo import build, build_ours, build_timm, prepare
-from vit.bundle import Bundle
+from tests.explanation.model_zoo import build_hugging_face, build_ours, build_timm, prepare
 from vit.explanation.capture.forward import capture_attention, run_forward
 from vit.explanation.capture.reader import read_model
-from vit.explanation.explainer import Explainer
-from vit.explanation.items import find_items
 from vit.explanation.methods.maps import compute_maps
-
-
-class Wrapper(nn.Module):
-    """A model whose forward pass is `compute` of the inner models."""
-
-    def __init__(self, compute: Callable[..., Tensor], *models: nn.Module) -> None:
-        super().__init__()
-        self.models = nn.ModuleList(models)
-        self.compute = compute
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.compute(images, *self.models)
 
 
 class MyAttention(nn.Module):
@@ -47,95 +30,51 @@ class MyAttention(nn.Module):
         return (query @ key.transpose(-2, -1) / 5).softmax(dim=-1) @ value
 
 
-class Convolve(nn.Module):
-    """Each token takes from its neighbours."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.convolution = nn.Conv1d(24, 24, 3, padding=1)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return tokens + self.convolution(tokens.mT).mT
-
-
-def change_block(index: int, change: Callable[[Any], object]) -> nn.Module:
-    model = build_timm()
-    change(model.blocks[index])
-    return model
-
-
-def set_module(name: str, module: nn.Module) -> nn.Module:
-    model = build_timm()
-    setattr(model, name, module)
-    return model
-
-
-def insert(module: nn.Module) -> nn.Module:
-    """Between two blocks."""
-    model = build_timm()
-    model.blocks.insert(1, module)
-    return model
-
-
-def crop(images: Tensor, model: Any) -> Tensor:
-    inner = images[..., 16:-16, 16:-16]
-    return model(nn.functional.interpolate(inner, images.shape[-2:]))
-
-
-def share_a_layer() -> nn.Module:
-    model = build_timm()
-    model.blocks[2].attn = model.blocks[0].attn
-    return model
-
-
-REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "convolution": (lambda: insert(Convolve()), "mixes tokens elsewhere"),
-    "mixed before": (
-        lambda: nn.Sequential(set_module("norm_pre", Convolve())),
-        "mixed before the first attention layer",
-    ),
-    "mixed after": (
-        lambda: nn.Sequential(set_module("norm", Convolve())),
-        "mixes tokens elsewhere",
-    ),
-    "shared layer": (share_a_layer, r"runs 2 times in one forward pass"),
-    "crop": (lambda: Wrapper(crop, build_timm()), "no token of Wrapper changes|doesn't have"),
-    "an image that is not looked at": (
-        lambda: Wrapper(lambda x, m: m(torch.ones_like(x)), build_timm()),
-        "no gradient leads from the logits of Wrapper to the pixels",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_wrong_map_is_refused_with_what_was_seen(name: str) -> None:
-    create, message = REFUSED[name]
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model, images = prepare(create(), (64, 96))
-    with pytest.raises(ValueError, match=message):
-        compute_maps(model, images, methods=["rollout", "gae"])
-
-
 def test_a_padded_image_is_refused_and_a_whole_one_read() -> None:
     settings = {"dynamic_img_size": True, "dynamic_img_pad": True}
     model, images = prepare(build_timm(**settings), (96, 96))
     assert run_forward(model, images).grid == (6, 6)
-    for wrapped in (model, nn.Sequential(nn.Identity(), model)):
-        with pytest.raises(ValueError, match=r"pads or crops images of 90×90 pixels .* 16×16"):
-            run_forward(wrapped, images[..., :90, :90])
+    with pytest.raises(ValueError, match="before the first attention layer"):
+        run_forward(model, images[..., :90, :90])
 
 
-def test_a_rest_that_no_patch_covers_is_refused() -> None:
-    model, _ = build("hugging-face-dinov2")
-    with pytest.raises(ValueError, match="pads or crops images of 90×90 pixels"):
-        run_forward(model, torch.randn(1, 3, 90, 90))
+class FewTokens(nn.Module):
+    """A Hugging Face model that attends between a few of its patches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+        config = transformers.ViTMAEConfig(image_size=64, intermediate_size=8, **sizes)
+        self.backbone, self.head = transformers.ViTMAEModel(config), nn.Linear(8, 3)
+
+    def forward(self, images: Tensor) -> Tensor:
+        torch.manual_seed(0)  # the same masks in each pass
+        return self.head(self.backbone(images).last_hidden_state.mean(dim=1))
 
 
-def test_a_white_image_whose_values_are_clipped_is_read() -> None:
-    model = Wrapper(lambda images, inner: inner(images.clamp(0, 1)), build_timm())
-    model, images = prepare(model, (64, 96))
-    assert run_forward(model, torch.ones_like(images)).grid == (4, 6)
+OTHERS: dict[str, tuple[Callable[[], nn.Module], int, str]] = {
+    "PiT": (lambda: timm.create_model("pit_ti_224"), 224, "no place in a map|something else"),
+    "CrossViT": (lambda: timm.create_model("crossvit_tiny_240"), 240, "are there branches"),
+    "two attentions in a block": (
+        lambda: timm.create_model("vit_dlittle_patch16_reg1_gap_256", depth=1),
+        256,
+        "two attentions in one block",
+    ),
+    "no head": (
+        lambda: build_hugging_face(model="Model"),
+        64,
+        "doesn't return logits",
+    ),
+    "masked patches": (FewTokens, 64, "are patches masked or merged"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_others_are_refused_in_a_sentence(name: str) -> None:
+    create, size, message = OTHERS[name]
+    torch.manual_seed(0)
+    with pytest.raises(ValueError, match=message):
+        compute_maps(create().eval(), torch.randn(1, 3, size, size), methods=["rollout"])
 
 
 def test_several_passes_within_a_capture_are_no_error() -> None:
@@ -165,7 +104,8 @@ def test_a_layer_that_never_runs_is_left_out() -> None:
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_an_attention_of_ones_own_in_a_known_model_is_read(number: int) -> None:
-    model = change_block(number, lambda block: setattr(block, "attn", MyAttention()))
+    model = build_timm()
+    model.blocks[number].attn = MyAttention()
     model, images = prepare(model, (64, 96))
     with torch.no_grad(), vit.capture_attention(model) as record:
         model(images)
@@ -177,46 +117,11 @@ def test_an_attention_of_ones_own_in_a_known_model_is_read(number: int) -> None:
     assert (found - rollout[:, 0, 1:]).abs().max() < 1e-6
 
 
-def explain_photo(model: nn.Module) -> None:
-    count = {"class_names": [str(label) for label in range(model.head.out_features)]}
-    bundle = Bundle.from_model(model.eval(), **count)
-    items = find_items(bundle, [Image.new("RGB", (96, 64))], 1)
-    list(Explainer(bundle, ["rollout"]).explain(items))
-
-
-def test_logits_that_are_not_finite_are_refused() -> None:
-    model = build_timm()
-    explain_photo(model)
-    model.head.bias.data[1] = torch.nan
-    with pytest.raises(ValueError, match="logits that are not finite"):
-        explain_photo(model)
-
-
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_convolutional_stem_is_read(seed: int) -> None:
     torch.manual_seed(seed)
     model = build_ours(img_size=64, patch_size=8, stem="conv", global_pool="avg").eval()
     assert run_forward(model, torch.randn(1, 3, 64, 64)).grid == (8, 8)
-
-
-class _FewTokens(nn.Module):
-    """A Hugging Face model that attends between a few of its patches."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-        config = transformers.ViTMAEConfig(image_size=64, intermediate_size=8, **sizes)
-        self.backbone, self.head = transformers.ViTMAEModel(config), nn.Linear(8, 3)
-
-    def forward(self, images: Tensor) -> Tensor:
-        torch.manual_seed(0)  # the same masks in each pass
-        return self.head(self.backbone(images).last_hidden_state.mean(dim=1))
-
-
-def test_a_grid_of_two_by_two_tokens_is_no_map_of_more_patches() -> None:
-    torch.manual_seed(0)
-    with pytest.raises(ValueError, match="4×4 patches and attends between 5 tokens"):
-        run_forward(_FewTokens().eval(), torch.randn(1, 3, 64, 64))
 
 
 # --- what is kept for a module that is passed again
@@ -272,7 +177,7 @@ def test_a_module_that_is_passed_again_is_not_searched_again_until_it_changes() 
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert not read_model(model, images).recall(images)
     handle = attention.register_forward_hook(lambda *_: _[2].roll(1, 1))
-    with pytest.raises(ValueError, match="rollout needs the model's attention"):
+    with pytest.raises(ValueError, match="mixes tokens elsewhere"):
         compute_maps(model, images)
     handle.remove()
     assert torch.equal(compute_maps(model, images)[2][0].values, changed)

@@ -12,9 +12,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import vit
-from tests.explanation.hand_written import (
+from tests.explanation.capture.hand_written import (
     CLASSES,
-    HEADS,
     SIZE,
     TOKENS,
     WIDTH,
@@ -24,16 +23,20 @@ from tests.explanation.hand_written import (
     blocks,
     build,
     by_hand,
+    gated,
     own,
     scaled_fused,
     tensor_softmax,
+    with_sums,
 )
 from vit.explanation.capture.forward import run_forward
 
 Order = Callable[[int], list[int]]
-MIXED_BEFORE = "mixed before the first attention layer"
+PLACES = "before the first attention layer that can be read"
 ELSEWHERE = "mixes tokens elsewhere .* or attends to them in another order"
 PART = "shows a part of the model"
+NONE = "has no attention between all of its tokens"
+RESIDUAL = "isn't added once and alone to tokens"
 
 
 def attention() -> nn.Module:
@@ -52,24 +55,13 @@ class Ordered(nn.Module):
         return self.inner(x[:, order])[:, order.argsort()]
 
 
-def reverse(count: int) -> list[int]:
-    return list(range(count))[::-1]
-
-
 def turn_patches(count: int) -> list[int]:
     return [0, *range(1, count)[::-1]]
 
 
 def interleave(count: int) -> list[int]:
-    """Z-order, as models of point clouds have it."""
-
-    def number(place: int) -> int:
-        row, column = divmod(place - 1, 4)
-        return sum(
-            (row >> bit & 1) << 2 * bit + 1 | (column >> bit & 1) << 2 * bit for bit in (0, 1)
-        )
-
-    return [0, *sorted(range(1, count), key=number)]
+    """Two rows of patches in turn, as serialised point clouds have them."""
+    return [0, *sorted(range(1, count), key=lambda place: ((place - 1) // 8, (place - 1) % 4))]
 
 
 class Turn(nn.Module):
@@ -77,13 +69,24 @@ class Turn(nn.Module):
         return torch.cat([x[:, :1], x[:, 1:].flip(1)], dim=1)
 
 
+class Silent(nn.Module):
+    """Attention that is multiplied by 0, as before a training (ReZero)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = attention()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 0 * self.inner(x)
+
+
 class ChannelAttention(nn.Module):
     """Attention between channels (XCiT), of which each head has as many as there are tokens."""
 
-    def __init__(self, *, fused: bool, scale: float = 1.0) -> None:
+    def __init__(self, *, fused: bool) -> None:
         super().__init__()
         width = 2 * TOKENS
-        self.qkv, self.fused, self.scale = nn.Linear(width, 3 * width), fused, scale
+        self.qkv, self.fused = nn.Linear(width, 3 * width), fused
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, 2, TOKENS)).permute(2, 0, 3, 4, 1)
@@ -91,7 +94,7 @@ class ChannelAttention(nn.Module):
             out = F.scaled_dot_product_attention(q, k, v)
         else:
             out = (F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT).softmax(dim=-1) @ v
-        return self.scale * out.permute(0, 3, 1, 2).flatten(2)
+        return out.permute(0, 3, 1, 2).flatten(2)
 
 
 class ChannelClassifier(nn.Module):
@@ -116,16 +119,6 @@ class LinearAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).chunk(3, dim=-1)
         return q.sigmoid() @ (k.sigmoid().mT @ v) / x.shape[1]
-
-
-class PooledKeys(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.kv = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        k, v = self.kv(F.avg_pool1d(x.mT, 2, 2).mT).chunk(2, dim=-1)
-        return (self.q(x) @ k.mT / 5).softmax(dim=-1) @ v
 
 
 class AddMean(nn.Module):
@@ -180,15 +173,23 @@ def add_class_tokens(encoder: Encoder, x: Tensor) -> Tensor:
     return torch.cat([total, x[:, 1:]], dim=1)
 
 
-class Fused(nn.Module):
-    """A classifier whose logits another part of the model changes."""
+class Wrapper(nn.Module):
+    """A model whose forward pass is `compute` of the images and the inner models."""
 
-    def __init__(self, part: nn.Module, share: float) -> None:
+    def __init__(self, compute: Callable[..., Tensor], *models: nn.Module) -> None:
         super().__init__()
-        self.model, self.part, self.share = Classifier(blocks(attention)), part, share
+        self.models, self.compute = nn.ModuleList(models), compute
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.model(images) + self.share * self.part(images)
+        return self.compute(images, *self.models)
+
+
+def add(images: Tensor, first: nn.Module, second: nn.Module) -> Tensor:
+    return first(images) + second(images)
+
+
+def one() -> nn.Module:
+    return Classifier(blocks(attention))
 
 
 def convolve() -> nn.Module:
@@ -220,91 +221,131 @@ class Strips(Classifier):
         return self.patchify(images.reshape(len(images), 3, TOKENS, -1).transpose(1, 2).flatten(2))
 
 
-class Crop(nn.Module):
-    def __init__(self, model: nn.Module, border: int) -> None:
+class WithoutResidual(nn.Module):
+    def __init__(self, *, feed_forward: bool) -> None:
         super().__init__()
-        self.model, self.border = model, border
+        self.attention, self.mlp = attention(), nn.Linear(WIDTH, WIDTH)
+        self.feed_forward = feed_forward
 
-    def forward(self, images: Tensor) -> Tensor:
-        inner = images[..., self.border : -self.border, self.border : -self.border]
-        return self.model(inner)
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.attention(x)
+        return x + self.mlp(x) if self.feed_forward else x
+
+
+class Convolve(nn.Module):
+    """Each token takes from its neighbours."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.convolution(x.mT).mT
+
+
+class DeepPrompts(nn.Module):
+    """Prompts that are others in each block (Jia et al. 2022)."""
+
+    def __init__(self, first: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.prompts = first, nn.Parameter(torch.randn(1, 3, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        prompts = self.prompts.expand(len(x), -1, -1)
+        return self.inner(torch.cat([x[:, :1], prompts, x[:, 4:]], dim=1))
+
+
+def sequence(*layers: nn.Module) -> nn.Module:
+    """Layers between two blocks."""
+    return Classifier(
+        nn.Sequential(PreNormBlock(attention()), *layers, PreNormBlock(attention())), tokens=4
+    )
+
+
+def tiny(name: str = "vit_tiny_patch16_224", **options: Any) -> nn.Module:
+    settings = {"img_size": SIZE, "patch_size": 8, "depth": 2, "num_classes": 5}
+    return timm.create_model(name, **settings | options)
 
 
 WRONG: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "another order in each attention": (
-        lambda: Classifier(blocks(lambda: Ordered(attention(), reverse))),
-        ELSEWHERE,
-    ),
+    # the order of the tokens
     "patches turned in each fused attention": (
         lambda: Classifier(blocks(lambda: Ordered(own("chunk", scaled_fused)(), turn_patches))),
         ELSEWHERE,
     ),
-    "z-order in one layer": (
-        lambda: Classifier(
-            nn.Sequential(
-                PreNormBlock(attention()),
-                PreNormBlock(Ordered(attention(), interleave)),
-                PreNormBlock(attention()),
-            )
-        ),
+    "rows in turn in one layer": (
+        lambda: sequence(PreNormBlock(Ordered(attention(), interleave))),
         ELSEWHERE,
     ),
     "another order in an encoder that adds": (
         lambda: Classifier(PairsOfLayers(lambda: Ordered(attention(), turn_patches), norm=True)),
         ELSEWHERE,
     ),
-    "another order between blocks": (
-        lambda: Classifier(
-            nn.Sequential(PreNormBlock(attention()), Turn(), PreNormBlock(attention()))
-        ),
-        ELSEWHERE,
-    ),
+    "another order between blocks": (lambda: sequence(Turn()), ELSEWHERE),
     "another order of the encoder": (
         lambda: Classifier(Ordered(blocks(attention), interleave)),
-        "where its tokens lie is unknown",
+        PLACES,
     ),
+    # attention that is none between tokens, or isn't seen
     "channels": (lambda: ChannelClassifier(fused=False), "between channels"),
     "channels, fused": (lambda: ChannelClassifier(fused=True), "between channels"),
-    "linear attention first": (lambda: begin_with(LinearAttention), MIXED_BEFORE),
-    "exponentials by hand first": (lambda: begin_with(own("chunk", by_hand)), MIXED_BEFORE),
-    "pooled keys first": (lambda: begin_with(PooledKeys), MIXED_BEFORE),
-    "the mean is added first": (lambda: begin_with(AddMean), MIXED_BEFORE),
-    "ConViT": (
-        lambda: timm.create_model(
-            "convit_tiny", img_size=SIZE, patch_size=8, depth=3, local_up_to_layer=2, num_classes=5
-        ),
-        MIXED_BEFORE,
+    "without an effect": (lambda: sequence(Silent()), "multiplied by 0 as before training"),
+    "exponentials by hand": (lambda: Classifier(blocks(own("chunk", by_hand))), NONE),
+    "exponentials by hand in one layer": (
+        lambda: sequence(PreNormBlock(own("chunk", by_hand)())),
+        ELSEWHERE,
     ),
-    "skip connections": (lambda: Classifier(Encoder(skip)), "a skip connection"),
-    "averages of blocks": (lambda: Classifier(Encoder(average)), "a skip connection"),
+    "gate": (lambda: Classifier(blocks(own("chunk", gated))), ELSEWHERE),
+    "sums beside the heads": (lambda: Classifier(blocks(own("chunk", with_sums))), ELSEWHERE),
+    "a convolution": (lambda: sequence(Convolve()), ELSEWHERE),
+    "linear attention first": (lambda: begin_with(LinearAttention), PLACES),
+    "exponentials by hand first": (lambda: begin_with(own("chunk", by_hand)), PLACES),
+    "the mean is added first": (lambda: begin_with(AddMean), PLACES),
+    "ConViT": (lambda: tiny("convit_tiny", depth=3, local_up_to_layer=2), PLACES),
+    # what leads around the tokens
+    "no residual connection": (lambda: sequence(WithoutResidual(feed_forward=False)), RESIDUAL),
+    "an addition after the attention": (
+        lambda: sequence(WithoutResidual(feed_forward=True)),
+        RESIDUAL,
+    ),
+    "deep prompts": (
+        lambda: sequence(DeepPrompts(PreNormBlock(attention()))),
+        "doesn't keep the tokens before it",
+    ),
+    "skip connections": (lambda: Classifier(Encoder(skip)), PART),
+    "averages of blocks": (lambda: Classifier(Encoder(average)), PART),
     "the embedding is added last": (
         lambda: Classifier(Encoder(add_embedding), pool="mean"),
         PART,
     ),
     "class tokens of four blocks": (lambda: Classifier(Encoder(add_class_tokens)), PART),
-    "late fusion": (lambda: Fused(convolve(), 1.0), PART),
-    "colours beside the head": (
-        lambda: Fused(
-            nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, CLASSES)), 0.5
-        ),
-        PART,
+    "two encoders": (lambda: Wrapper(add, one(), one()), PART),
+    "late fusion": (lambda: Wrapper(add, one(), convolve()), PART),
+    "test-time augmentation": (
+        lambda: Wrapper(lambda x, model: model(x) + model(x.flip(-1)), one()),
+        RESIDUAL,
     ),
+    # where the patches lie
     "strips": (
         lambda: Strips(blocks(attention), patches="reshape", tokens=0, pool="mean"),
-        "where its tokens lie is unknown",
+        PLACES,
     ),
-    "overlapping patches without a border": (
-        lambda: Patches(16, 4),
-        "a map doesn't lie evenly",
-    ),
+    "overlapping patches without a border": (lambda: Patches(16, 4), PLACES),
     "a crop of a quarter of a patch": (
-        lambda: Crop(
-            timm.create_model(
-                "vit_tiny_patch16_224", img_size=28, patch_size=7, depth=2, num_classes=5
-            ),
-            2,
-        ),
-        "an edge of the image",
+        lambda: Wrapper(lambda x, m: m(x[..., 2:-2, 2:-2]), tiny(img_size=28, patch_size=7)),
+        PLACES,
+    ),
+    "an enlarged crop": (
+        lambda: Wrapper(lambda x, m: m(F.interpolate(x[..., 4:-4, 4:-4], SIZE)), tiny()),
+        PLACES,
+    ),
+    "a border": (
+        lambda: Wrapper(lambda x, m: m(F.pad(x, (0, 8, 0, 8))), tiny(img_size=40)),
+        PLACES,
+    ),
+    "an image that is not looked at": (
+        lambda: Wrapper(lambda x, m: m(torch.ones_like(x)), tiny()),
+        PLACES,
     ),
 }
 
@@ -317,39 +358,15 @@ def test_a_wrong_model_is_refused_in_a_sentence(name: str) -> None:
         vit.attribute(model, images, method="rollout")
 
 
-class Silent(nn.Module):
-    """Attention that is multiplied by 0, as before a training (ReZero)."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        return 0 * self.inner(x)
-
-
-RIGHT: dict[str, Callable[[], nn.Module]] = {
-    "overlapping patches with a border": lambda: Patches(7, 4, 3),
-    "a border on wide patches": lambda: Patches(12, 8, 2),
-    "attention without an effect yet": lambda: Classifier(
-        nn.Sequential(PreNormBlock(Silent(attention())), PreNormBlock(attention()))
-    ),
-}
-
-
-@pytest.mark.parametrize("name", RIGHT)
-def test_what_looks_like_it_and_is_right_is_read(name: str) -> None:
-    model, images = build(RIGHT[name])
+@pytest.mark.parametrize("convolution", [(7, 4, 3), (12, 8, 2)])
+def test_overlapping_patches_with_a_border_are_read(convolution: tuple[int, ...]) -> None:
+    model, images = build(lambda: Patches(*convolution))
     assert run_forward(model, images).reader.has_attention
 
 
 @pytest.mark.parametrize("channels", [1, 8])
 def test_images_of_any_number_of_channels_are_read(channels: int) -> None:
-    def create() -> nn.Module:
-        sizes = {"img_size": SIZE, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": HEADS}
-        return timm.create_model("vit_tiny_patch16_224", in_chans=channels, num_classes=5, **sizes)
-
-    model, _ = build(create)
+    model, _ = build(lambda: tiny(in_chans=channels))
     images = torch.randn(2, channels, SIZE, SIZE)
     for method in ("rollout", "libra-removal"):
         assert vit.attribute(model, images, method=method).shape == (2, 4, 4)

@@ -5,17 +5,15 @@ Tokens are known by their place in the pass, see `ForwardWatch`.
 """
 
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from vit.explanation.capture.layers import AttentionLayer
-from vit.explanation.capture.tokens import draw_noise
+from vit.explanation.capture.tokens import Grid, draw_noise
 from vit.explanation.capture.watch import ForwardWatch, has_three_axes
 from vit.model.logits import at_least_float32, compute_logits
 from vit.model.model_info import keep_mode
@@ -33,23 +31,28 @@ class Discovered(NamedTuple):
     """The attention layers of a model, see `ForwardWatch` for the numbers.
 
     Attributes:
-        layers: Names of the modules in which all tokens attend to each other, in order.
-        attentions: Numbers of their attentions; last that of a few queries that attend to the
+        num_tokens: For each layer in which all tokens attend to each other, their number.
+        attentions: Numbers of the layers' attentions; last that of a few queries that attend to the
             tokens after them, if there is one.
-        pool: Name of the module of the latter.
         links: Number of the result that enters each layer's block, and of the one that leaves the
             last.
         axes: Order of the axes that makes these [batch, tokens, channels], and back.
         first: Name of the first module with weights that runs, with which a pass begins: a model's
             parts may be called without the model.
+        patch_grids: Rows and columns of convolutions that make patches from pixels.
     """
 
-    layers: list[str]
+    num_tokens: list[int]
     attentions: list[int]
-    pool: str | None
     links: list[int]
     axes: tuple[int, int, int]
     first: str
+    patch_grids: set[Grid]
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers."""
+        return len(self.num_tokens)
 
 
 class LayerWatch(ForwardWatch):
@@ -94,35 +97,30 @@ class LayerWatch(ForwardWatch):
         return changed.permute(self.axes).clone()
 
 
-@dataclass
-class _Seen:
+class _Seen(NamedTuple):
     """One attention in a forward pass."""
 
     number: int
-    module: nn.Module  # the innermost one that computes it
-    is_square: bool  # there are as many queries as tokens
+    num_queries: int
     num_tokens: int
-    time: int  # number of results before its weights
-    is_alike: bool  # the two images, which are the same, have the same values
+    time: int  # number of results before its own
 
 
 class _Discovery(ForwardWatch):
-    """Context that lists every attention and the additions of a pass. No tensor is kept: each
-    carries its number."""
+    """Context that lists every attention, the additions and the grids of patches of a pass. No
+    tensor is kept: each carries its number."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(_BATCH)
         self.model = model
         self.first: nn.Module | None = None  # the first module with weights that runs
-        self.stack: list[nn.Module] = []  # modules that run, outermost first
         self.seen: list[_Seen] = []
         # shape and number of a result, and numbers of its terms
         self.additions: list[tuple[torch.Size, int, list[int]]] = []
-        self._begin: tuple[tuple[nn.Module, ...], int] = ((), 0)
+        self.patch_grids: set[Grid] = set()
 
     def on_entry(self, module: nn.Module, args: object) -> None:
-        """Note that a module runs."""
-        self.stack.append(module)
+        """Note where a pass begins."""
         has_weights = next(module.parameters(), None) is not None
         if self.first is None and has_weights and module is not self.model:
             self.first = module
@@ -130,26 +128,22 @@ class _Discovery(ForwardWatch):
             self.begin()
             self.additions.clear()
 
-    def on_exit(self, module: nn.Module, args: object, result: object) -> None:
-        """Note that a module has run."""
-        if self.stack and self.stack[-1] is module:
-            self.stack.pop()
+    def on_convolution(self, module: nn.Conv2d, args: tuple[Tensor], patches: Tensor) -> None:
+        """Note the grid of patches that don't overlap."""
+        if module.kernel_size == module.stride:
+            self.patch_grids.add((patches.shape[-2], patches.shape[-1]))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = self._weights
-        # a fused function has its weights and its product at one time
-        now = (tuple(self.stack), self.num_results)
         # an addition in place changes its first term
         numbers = []
         if func in _ADDITIONS and all(map(has_three_axes, args[:2])):
             numbers = [_find_number(term) for term in args[:2] if term.shape == args[0].shape]
+        time = self.num_results
         result = super().__torch_function__(func, types, args, kwargs)
-        if self._weights is not before:
-            self._begin = now
         if func in _COPIES and has_three_axes(args[0]):
             result.vit_number = (_find_number(args[0]), result._version)
         if len(numbers) == 2:
-            self.additions.append((result.shape, now[1], numbers))
+            self.additions.append((result.shape, time, numbers))
         return result
 
     def see_result(self, result: Tensor) -> Tensor:
@@ -160,21 +154,13 @@ class _Discovery(ForwardWatch):
         return result
 
     def see_attention(self, layer: AttentionLayer) -> None:
-        """Note an attention of two images."""
-        path, time = tuple(self.stack), self.num_results
-        if layer.weights is not None:  # the softmax may be computed in another module
-            begin, time = self._begin
-            path = path[: sum(one is other for one, other in zip(path, begin, strict=False))]
-        _, _, num_queries, num_tokens = layer.shape
-        if len(layer.value) == _BATCH and path:
-            first, second = layer.value.float()
-            is_alike = torch.allclose(first, second, atol=1e-3)
-            is_square = num_queries == num_tokens
-            if is_square:  # then a few queries alone, as of a pooling, are seen, too
-                self.num_tokens = num_tokens
-            self.seen.append(
-                _Seen(self.num_attentions, path[-1], is_square, num_tokens, time, is_alike)
-            )
+        """Note an attention of the images; texts have another batch."""
+        batch, _, num_queries, num_tokens = layer.shape
+        if num_queries == num_tokens:  # then a few queries alone, as of a pooling, are seen, too
+            self.num_tokens = num_tokens
+        if batch == _BATCH:
+            seen = _Seen(self.num_attentions, num_queries, num_tokens, self.num_results)
+            self.seen.append(seen)
 
     def find_links(self, layers: list[_Seen]) -> tuple[list[int], torch.Size]:
         """Find the tokens to which each attention is added, and the last tokens of their shape.
@@ -209,12 +195,10 @@ def discover_layers(model: nn.Module, image_shape: tuple[int, int, int]) -> Disc
         image_shape: Channels, height and width of its images.
 
     Raises:
-        ValueError: No attention between all tokens is seen, or one runs several times, or to which
-            tokens it is added isn't seen.
+        ValueError: No attention between all tokens is seen, or not to which tokens one is added.
     """
     family = type(model).__name__
     images = draw_noise((1, *image_shape), next(model.parameters())).repeat(_BATCH, 1, 1, 1)
-    names = {module: name for name, module in model.named_modules()}
     watch = _Discovery(model)
     with ExitStack() as stack:
         stack.enter_context(keep_mode(model))
@@ -222,46 +206,41 @@ def discover_layers(model: nn.Module, image_shape: tuple[int, int, int]) -> Disc
         model.eval()
         try:
             run_whole(model, images[:1])  # it may keep what it computes in its first pass
-            for module in names:
+            for module in model.modules():
                 stack.enter_context(module.register_forward_pre_hook(watch.on_entry))
-                stack.enter_context(module.register_forward_hook(watch.on_exit, always_call=True))
+                if isinstance(module, nn.Conv2d) and module.in_channels == image_shape[0]:
+                    stack.enter_context(module.register_forward_hook(watch.on_convolution))
             with watch:
                 run_whole(model, images)
         except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
-            _, height, width = image_shape
             raise ValueError(
-                f"no attention of {family} can be read on images of {height}×{width} pixels: "
+                f"no attention of {family} can be read on images of the shape {image_shape}: "
                 f"{error or repr(error)}"
             ) from error
 
-    # texts have another batch, or differ
-    seen_calls = [seen for seen in watch.seen if seen.is_alike] or watch.seen
-    layers = [seen for seen in seen_calls if seen.is_square]
+    layers = [seen for seen in watch.seen if seen.num_queries == seen.num_tokens]
     if not layers:
         raise ValueError(
             f"{family} has no attention between all of its tokens that torch's functions or a "
             "softmax compute"
         )
-    module, count = Counter(seen.module for seen in layers).most_common(1)[0]
-    if count > 1:
-        raise ValueError(
-            f"the attention of {names[module]} runs {count} times in one forward pass (test-time "
-            "augmentation, a shared layer, two attentions in one module?), and a map shows one"
-        )
     links, shape = watch.find_links(layers)
-    if len(links) <= len(layers) or set(shape[:2]) != {_BATCH, layers[-1].num_tokens}:
+    is_chain = len(links) > len(layers) and links == sorted(set(links))
+    if not is_chain or set(shape[:2]) != {_BATCH, layers[-1].num_tokens}:
         raise ValueError(
-            f"an attention of {family} isn't added to tokens [batch, tokens, channels] that it "
-            "reads (an attention without a residual connection?), so no map shows it"
+            f"an attention of {family} isn't added once and alone to tokens [batch, tokens, "
+            "channels] that it reads (no residual connection, two attentions in one block, "
+            "test-time augmentation?), so no map shows it"
         )
-    pools = [seen for seen in seen_calls[-1:] if not seen.is_square]
+    pools = [seen for seen in watch.seen[-1:] if seen not in layers]
+    names = {module: name for name, module in model.named_modules()}
     return Discovered(
-        layers=[names[seen.module] for seen in layers],
+        num_tokens=[seen.num_tokens for seen in layers],
         attentions=[seen.number for seen in layers + pools],
-        pool=names[pools[0].module] if pools else None,
         links=links,
         axes=(0, 1, 2) if shape[0] == _BATCH else (1, 0, 2),
         first=names.get(watch.first, ""),
+        patch_grids=watch.patch_grids,
     )
 
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from vit.bundle import Bundle
 from vit.explanation.capture.discovery import run_as_written, run_whole
 from vit.explanation.capture.feature_maps import (
-    find_feature_map,
+    check_feature_map,
     order_channels,
     record_outputs,
 )
@@ -34,7 +34,7 @@ from vit.explanation.capture.pooling import (
     measure_pool_weights,
 )
 from vit.explanation.capture.reader import ModelReader, read_bundle, read_model
-from vit.explanation.capture.tokens import Grid, capture_patch_grids, draw_noise, find_places
+from vit.explanation.capture.tokens import Grid, draw_noise
 from vit.explanation.capture.verification import (
     check_bypass,
     check_mixing,
@@ -55,14 +55,14 @@ class AttentionRecord:
     def __init__(self, *, gradients: bool, verify: bool = False) -> None:
         self._gradients = gradients
         self._verify = verify
-        self._names: list[str] = []
+        self._num_layers = 0
         self._found: dict[int, AttentionLayer] = {}
         self._inputs: dict[int, Tensor] = {}  # tokens that enter each block
         self._verified: set[int] = set()
 
     def watch(self, reader: ModelReader) -> AbstractContextManager[None]:
         """Record forward passes of a model."""
-        self._names = reader.places
+        self._num_layers = reader.attention.num_layers
 
         def keep_tokens(link: int, tokens: Tensor) -> Tensor | None:
             if link == 0:
@@ -75,7 +75,7 @@ class AttentionRecord:
 
         def keep_layer(place: int, layer: AttentionLayer) -> None:
             if self._verify and place not in self._verified and not reader.model.training:
-                layer.verify([*reader.places, reader.attention.pool or ""][place])
+                layer.verify(f"attention layer {place + 1} of {type(reader.model).__name__}")
                 self._verified.add(place)
             self._found[place] = layer if self._gradients else layer.detach()
             self._found[place].block_input = self._inputs.get(place)
@@ -86,25 +86,26 @@ class AttentionRecord:
     def layers(self) -> list[AttentionLayer]:
         """The layers. Raises RuntimeError if the last forward pass didn't go through all of
         them."""
-        found = [self._found[place] for place in range(len(self._names)) if place in self._found]
-        if not found or len(found) < len(self._names):
+        places = range(self._num_layers)
+        found = [self._found[place] for place in places if place in self._found]
+        if not found or len(found) < len(places):
             raise RuntimeError(
-                f"{len(self._names) - len(found)} of {len(self._names)} attention layers were not "
-                "captured: no forward pass inside capture_attention went through them"
+                f"{len(places) - len(found)} of {len(places)} attention layers were not captured: "
+                "no forward pass inside capture_attention went through them"
             )
         return found
 
     @property
     def pool(self) -> AttentionLayer | None:
         """A few queries that attend to the tokens after the last layer, if there are any."""
-        return self._found.get(len(self._names))
+        return self._found.get(self._num_layers)
 
     @property
     def attentions(self) -> list[Attention]:
         """Each layer's weights after the softmax, in the autograd graph if gradients are kept."""
         if self._gradients and torch.is_grad_enabled():
             self._list_heads()
-        return [layer.compute_weights()(slice(None)) for layer in self.layers]
+        return [layer.compute_weights() for layer in self.layers]
 
     def gradients(self, score: Tensor) -> list[Attention]:
         """Compute ∂score/∂attention of each layer by one backward pass. The graph is kept.
@@ -119,10 +120,11 @@ class AttentionRecord:
         Raises:
             RuntimeError: The pass was recorded without `capture_attention(gradients=True)`.
         """
-        return [layer.attention_gradient(gradient) for layer, gradient in self.differentiate(score)]
+        pairs = [layer.gradient_and_value(heads) for layer, heads in self.differentiate(score)]
+        return [gradient @ value.mT for gradient, value in pairs]
 
     def differentiate(self, score: Tensor) -> list[tuple[AttentionLayer, Tensor]]:
-        """Compute ∂score/∂O of each layer, which `AttentionLayer.attention_gradient` takes."""
+        """Compute ∂score/∂O of each layer, which `AttentionLayer.gradient_and_value` takes."""
         heads = self._list_heads()
         # several classes and methods are differentiated one after another
         gradients = torch.autograd.grad(score.sum(), heads, retain_graph=True)
@@ -184,7 +186,6 @@ def capture_attention(
     if hasattr(model, "_orig_mod"):
         raise ValueError("torch.compile's code can't be recorded; pass, and call, the model within")
     reader = read_model(model)
-    called: nn.Module = reader.model if isinstance(model, ModelReader) else model
     record = AttentionRecord(gradients=gradients, verify=verify)
     with ExitStack() as stack:
 
@@ -192,21 +193,21 @@ def capture_attention(
             # the images tell their size; to find the layers, the model runs once more
             for images in (*args, *options.values()):
                 is_first = isinstance(images, Tensor) and images.ndim == 4
-                if is_first and not reader.has_known_size:
+                if is_first and reader.image_size is None:
                     read_model(reader, images)
                     stack.enter_context(record.watch(reader))
 
-        # timm's gradient checkpointing runs the blocks again in the backward pass, so that the
-        # captured tensors would be in no graph
-        for module in called.modules():
+        # timm's gradient checkpointing runs blocks again in the backward pass, without the watch
+        for module in reader.model.modules():
             if gradients and getattr(module, "grad_checkpointing", False):
                 module.grad_checkpointing = False  # type: ignore[assignment]
                 stack.callback(setattr, module, "grad_checkpointing", True)
         stack.enter_context(run_as_written())
-        if reader.has_known_size:
-            stack.enter_context(record.watch(reader))
+        if reader.image_size is None:
+            hook = reader.model.register_forward_pre_hook(watch_late, with_kwargs=True)
+            stack.enter_context(hook)
         else:
-            stack.enter_context(called.register_forward_pre_hook(watch_late, with_kwargs=True))
+            stack.enter_context(record.watch(reader))
         yield record
 
 
@@ -214,8 +215,8 @@ def capture_attention(
 class Forward:
     """One recorded forward pass of a batch, and how its tokens are pooled.
 
-    A model without readable attention has no recorded layers. Its patches are the places of the
-    feature map that its classifier reads, or else parts of the image.
+    A model without readable attention has no recorded layers. Its patches are the places of its
+    last feature map.
 
     Attributes:
         reader: The model.
@@ -227,7 +228,7 @@ class Forward:
         grid: Rows and columns of patches.
         tokens: Tokens that are pooled, after the last norm.
         target: The number that is explained.
-        feature_map: The feature map of a model without readable attention, if there is one.
+        feature_map: The feature map of a model without readable attention.
     """
 
     reader: ModelReader
@@ -240,11 +241,6 @@ class Forward:
     tokens: Tokens
     target: Target = CLASS
     feature_map: Tensor | None = None
-
-    @property
-    def model(self) -> nn.Module:
-        """The model."""
-        return self.reader.model
 
     def score(self, classes: Int[Tensor, " B"]) -> Float[Tensor, " B"]:
         """Compute the number that gradients explain: the logit of one class of each image, or
@@ -279,12 +275,20 @@ def run_forward(
     """
     reader = read_model(model, images)
     # a new leaf, so that the caller's tensor gets no gradient
-    images = images.detach().clone()
+    images = images.detach().clone().requires_grad_(gradients)
+    one = images[:1].detach()
     run = _run_with_attention if reader.has_attention else _run_without_attention
     with evaluation_mode(reader.model):
-        forward = run(reader, images, gradients=gradients, verify=verify)
+        with torch.set_grad_enabled(gradients):
+            forward = run(reader, images, gradients=gradients, verify=verify)
+        if verify and reader.has_attention:
+            # attention may be read right, and its product still be no map of this model
+            num_tokens = forward.record.layers[0].num_tokens
+            check_places(reader, one, num_prefix=forward.num_prefix_tokens, grid=forward.grid)
+            check_bypass(reader, one, num_tokens)
+            check_mixing(reader, one, num_tokens)
         if verify:
-            check_repeatable(reader.model, images[:1], forward.logits[:1].detach())
+            check_repeatable(reader.model, one, forward.logits[:1].detach())
     return forward
 
 
@@ -292,8 +296,9 @@ def _check_graph(model: nn.Module, logits: Logits, *, gradients: bool) -> None:
     """Raise ValueError if gradients are needed and the logits have none."""
     if gradients and not logits.requires_grad:
         raise ValueError(
-            f"{type(model).__name__} ends in a softmax or another function that LibraGrad takes as "
-            "a constant; explain the model without it, or take a method without libra, such as gae"
+            f"the logits of {type(model).__name__} have no gradient: explain a quantised model "
+            "before it is quantised, and one that ends in a softmax, which LibraGrad takes as a "
+            "constant, without it or by a method without libra, such as gae"
         )
 
 
@@ -301,31 +306,16 @@ def _run_with_attention(
     reader: ModelReader, images: Images, *, gradients: bool, verify: bool
 ) -> Forward:
     """Run a classifier, and record its attention."""
-    images.requires_grad_(gradients)
-    with ExitStack() as stack:
-        stack.enter_context(torch.set_grad_enabled(gradients))
-        patch_grids = stack.enter_context(capture_patch_grids(reader.model, images.shape[1]))
-        record = stack.enter_context(capture_attention(reader, gradients=gradients, verify=verify))
-        last_tokens = stack.enter_context(capture_last_tokens(reader))
+    num_prefix, grid = reader.find_places()
+    with (
+        capture_attention(reader, gradients=gradients, verify=verify) as record,
+        capture_last_tokens(reader) as last_tokens,
+    ):
         logits = run_whole(reader.model, images)
-        _check_graph(reader.model, logits, gradients=gradients)
-        try:
-            layers = record.layers
-        except RuntimeError as error:  # a layer that ran in another way than when it was found
-            raise ValueError(str(error)) from error
-        shapes = {(layer.shape[0], layer.num_tokens) for layer in layers}
-        num_prefix, grid = find_places(reader.model, images, shapes, patch_grids)
+        _check_graph(reader.model, logits, gradients=True)
         pool_weights, tokens = measure_pool_weights(reader, last_tokens, logits)
-        if not gradients:  # the graph was for the measurement alone
-            logits = logits.detach()
-            tokens = tokens.detach()
-
-    # attention may be read right, and its product still be no map of this model
-    if verify:
-        num_tokens = layers[0].num_tokens
-        check_places(reader, images[:1], num_prefix=num_prefix, grid=grid)
-        check_bypass(reader, images[:1], num_tokens)
-        check_mixing(reader, images[:1], num_tokens)
+    if not gradients:  # the graph was for the measurement alone
+        logits, tokens = logits.detach(), tokens.detach()
     return Forward(
         reader=reader,
         images=images,
@@ -341,34 +331,14 @@ def _run_with_attention(
 def _run_without_attention(
     reader: ModelReader, images: Images, *, gradients: bool, verify: bool
 ) -> Forward:
-    """Run a classifier, and record its feature map if maps are read from one."""
-    model = reader.model
-    number = None
-    if reader.source == "feature map":
-        if verify or reader.found.feature_map is None:
-            reader.found.feature_map = find_feature_map(model, images[:1])
-        number = reader.found.feature_map
-    images.requires_grad_(gradients or verify)
-    with torch.set_grad_enabled(gradients or verify), record_outputs(model, number) as outputs:
-        logits = compute_logits(model, images)
-    _check_graph(model, logits, gradients=gradients)
-    gradient = None
-    if verify and logits.requires_grad:
-        # the weights may have gradients where the pixels have none
-        (gradient,) = torch.autograd.grad(
-            logits.sum(), images, retain_graph=True, allow_unused=True
-        )
-    if verify and gradient is None:
-        raise ValueError(
-            f"no gradient leads from the logits of {type(model).__name__} to the pixels, and its maps"
-            " need one; explain a quantised model before it is quantised"
-        )
-
-    feature_map = None
-    places: Tensor | None = images.new_empty(len(images), 0, *map(_split_side, images.shape[-2:]))
-    if number is not None:
-        (feature_map,) = outputs
-        places = order_channels(model, feature_map, images)
+    """Run a classifier, and record its last feature map."""
+    if verify:
+        check_feature_map(reader.model, images[:1].detach())
+    with record_outputs(reader.model) as outputs:
+        logits = compute_logits(reader.model, images)
+    _check_graph(reader.model, logits, gradients=gradients)
+    ((_, feature_map),) = outputs
+    places = order_channels(feature_map, images)
     assert places is not None
     rows, columns = places.shape[2:]
     # the mean over all places, as in global average pooling
@@ -387,30 +357,28 @@ def _run_without_attention(
     )
 
 
-def _split_side(side: int) -> int:
-    """Choose the number of parts of a side of the image for maps of the pixels alone: 8 to 16 that
-    divide it, or 14."""
-    return next((number for number in range(16, 7, -1) if side % number == 0), min(14, side))
-
-
 def settle_source(reader: ModelReader, images: Images) -> None:
-    """Find the source of maps of a model by its first image. The reader keeps the answer, and why
-    better sources are refused. Raise ValueError if not even maps of the pixels are right."""
-    is_settled = reader.recall(images)
-    while not is_settled:
-        source = reader.source
+    """Find the source of maps of a model by its first image, its attention or else a feature map.
+    The reader keeps the answer, and why attention is refused.
+
+    Raises:
+        ValueError: The model has no maps that are right.
+    """
+    if reader.recall(images):
+        return
+    if reader.has_attention:
         try:
             run_forward(reader, images[:1])
         except torch.OutOfMemoryError:
             raise
         except (ValueError, RuntimeError, AttributeError, TypeError, LookupError) as error:
-            if source == "pixels":  # it isn't the reading that fails
-                raise
-            reason = str(error) if isinstance(error, ValueError) else f"it fails with {error!r}"
-            reader.found.refused[source] = reason
-        else:
-            is_settled = True
-            reader.keep(images)
+            reader.found.refusal = str(error) or repr(error)
+    if not reader.has_attention:
+        try:
+            run_forward(reader, images[:1])
+        except ValueError as error:
+            raise ValueError(f"no maps: {reader.found.refusal}; {error}") from error
+    reader.keep(images)
 
 
 def open_reader(bundle: Bundle) -> ModelReader:

@@ -72,15 +72,6 @@ class AttentionLayer:
         """Result of the heads, if it is in the autograd graph."""
         return self.output if self.output.requires_grad else None
 
-    @property
-    def chunk_elements(self) -> int:
-        """Number of attention weights in memory at once."""
-        device = self.output.device
-        if device.type == "cpu":
-            return CHUNK_ELEMENTS
-        num_elements = int(_CHUNK_FRACTION * count_bytes(device)[1]) // 4  # in float32
-        return max(num_elements, CHUNK_ELEMENTS)
-
     def detach(self) -> "AttentionLayer":
         """Return the attention outside of the autograd graph, without the output and the values,
         which gradients alone need."""
@@ -94,33 +85,25 @@ class AttentionLayer:
         detached.value = self.value.new_empty(0, 0, 0, 0)
         return detached
 
-    def compute_weights(self, images: slice = _ALL) -> Callable[[slice], Attention]:
-        """Return a function from a few queries to the weights of some images, in float32 or
-        more."""
+    def compute_weights(self, images: slice = _ALL, queries: slice = _ALL) -> Attention:
+        """Compute the weights after the softmax, in float32 or more; rows are queries and sum to
+        one. They are in the autograd graph if the layer is."""
         if self.weights is not None:
-            weights = self.weights[images]
-            return lambda rows: at_least_float32(weights[:, :, rows])
+            return at_least_float32(self.weights[images, :, queries])
         assert self.query is not None
         assert self.key is not None
-        query = at_least_float32(self.query[images])
-        key = at_least_float32(self.key[images]).mT
-        bias = self.bias
-        if bias is not None:
-            bias = bias.to(query.dtype).expand(self.shape)[images]
-
-        def attend(rows: slice) -> Tensor:
-            scores = query[:, :, rows] @ key
-            if bias is not None:
-                scores = scores + bias[:, :, rows]
-            # in place where there is no graph, because new memory would double the time
-            return torch.softmax(scores, dim=-1, out=None if scores.requires_grad else scores)
-
-        return attend
+        query = at_least_float32(self.query[images, :, queries])
+        scores = query @ at_least_float32(self.key[images]).mT
+        if self.bias is not None:
+            bias = self.bias.to(scores.dtype).expand(self.shape)
+            scores = scores + bias[images, :, queries]
+        # in place where there is no graph, because new memory would double the time
+        return torch.softmax(scores, dim=-1, out=None if scores.requires_grad else scores)
 
     @torch.no_grad()
     def attention(self, images: slice = _ALL, queries: slice = _ALL) -> Attention:
-        """Compute the weights after the softmax; rows are queries and sum to one."""
-        return self.compute_weights(images)(queries)
+        """Compute the weights outside of the graph."""
+        return self.compute_weights(images, queries)
 
     def attend(
         self, pool_weights: Float[Tensor, "B N"], images: slice = _ALL
@@ -134,34 +117,33 @@ class AttentionLayer:
 
         For 4,096 tokens and 12 heads the whole matrix takes 0.8 GB for each image.
         """
-        with torch.no_grad():
-            attend = self.compute_weights(images)
         _, num_heads, num_queries, num_tokens = self.shape
-        step = max(self.chunk_elements // (num_heads * num_tokens), 1)
+        step = self._divide_chunk(num_heads * num_tokens)
         for start in range(0, num_queries, step):
             rows = slice(start, start + step)
-            with torch.no_grad():
-                attention = attend(rows)
-            yield rows, attention
+            yield rows, self.attention(images, rows)
 
     def in_chunks(self, compute: Callable[[slice], Tensor]) -> Tensor:
-        """Call `compute` on a few images of the batch at a time, so that their attention matrices
-        of this layer together have about `chunk_elements` numbers."""
+        """Call `compute` on a few images of the batch at a time, as many as can have their attention
+        matrices of this layer in memory."""
         batch, num_heads, _, num_tokens = self.shape
-        size = max(self.chunk_elements // (num_heads * num_tokens**2), 1)
+        size = self._divide_chunk(num_heads * num_tokens**2)
         return torch.cat([compute(slice(start, start + size)) for start in range(0, batch, size)])
 
+    def _divide_chunk(self, num_elements: int) -> int:
+        """Return how many times so many attention weights may be in memory, at least once."""
+        chunk = CHUNK_ELEMENTS
+        device = self.output.device
+        if device.type != "cpu":
+            chunk = max(int(_CHUNK_FRACTION * count_bytes(device)[1]) // 4, chunk)  # float32
+        return max(chunk // num_elements, 1)
+
     def gradient_and_value(
-        self, heads_gradient: Tensor, images: slice
+        self, heads_gradient: Tensor, images: slice = _ALL
     ) -> tuple[Float[Tensor, "b H Nq K"], Float[Tensor, "b H N K"]]:
-        """Return ∂f/∂O and V; at least float32."""
+        """Return ∂f/∂O and V, in float32 or more. The gradient of A is (∂f/∂O) Vᵀ in each head."""
         gradient = at_least_float32(self.arrange(heads_gradient)[images])
         return gradient, at_least_float32(self.value.detach()[images])
-
-    def attention_gradient(self, heads_gradient: Tensor, images: slice = _ALL) -> Attention:
-        """∂f/∂A = (∂f/∂O) Vᵀ, per head."""
-        gradient, value = self.gradient_and_value(heads_gradient, images)
-        return gradient @ value.mT
 
     @torch.no_grad()
     def verify(self, name: str) -> None:

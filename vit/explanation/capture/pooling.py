@@ -28,7 +28,7 @@ def measure_pool_weights(
     """Measure how much each token counts, and find the tokens that are pooled.
 
     Args:
-        reader: The model, which keeps what the first pass found, so that no later one waits for
+        reader: The model, which keeps which tokens are pooled, so that no later pass waits for
             numbers of its device.
         last_tokens: Tokens from `capture_last_tokens`, in the graph of the logits.
         logits: Logits of the same pass.
@@ -36,14 +36,12 @@ def measure_pool_weights(
     Raises:
         ValueError: The logits don't depend on the tokens, or tokens are mixed after the last block.
     """
-    found = reader.found
-    if found.signs is None:
-        generator = torch.Generator().manual_seed(0)
-        # a plain sum may be constant, if the weights of the classes cancel
-        signs = torch.randint(2, logits.shape[1:], generator=generator) * 2 - 1
-        found.signs = signs.to(logits)
-    score = (logits * found.signs).sum()
+    generator = torch.Generator().manual_seed(0)
+    # a plain sum may be constant, if the weights of the classes cancel
+    signs = torch.randint(2, logits.shape[1:], generator=generator) * 2 - 1
+    score = (logits * signs.to(logits)).sum()
     gradients = torch.autograd.grad(score, last_tokens, retain_graph=True, allow_unused=True)
+    found = reader.found
     if found.pooled is None:
         found.pooled = _find_pooled(last_tokens, gradients)
     gradient = gradients[found.pooled]
@@ -58,8 +56,7 @@ def measure_pool_weights(
 
 
 def _find_pooled(last_tokens: list[Tokens], gradients: Sequence[Tensor | None]) -> int:
-    """Return which of the last tokens are pooled, by the gradients of a mixture of the logits."""
-    # they are the last ones on the way to the logits
+    """Return which of the last tokens are pooled: the last ones on the way to the logits."""
     used = {
         place: gradient
         for place, gradient in enumerate(gradients)
@@ -67,23 +64,24 @@ def _find_pooled(last_tokens: list[Tokens], gradients: Sequence[Tensor | None]) 
     }
     if 0 not in used:
         raise ValueError(
-            "the logits don't depend on the tokens of the last attention layer, so none can be read"
+            "the logits have no gradient at the tokens of the last attention layer (explain a "
+            "quantised model before it is quantised, and a head of zeros after its training)"
         )
     pooled = max(used)
-
+    if pooled == 0:
+        return pooled
     # between the last block and the pooling there may be only a norm of each token, and all logits
     # must depend on its result: then the gradient of every second token stays separate
-    if pooled > 0:
-        tokens = last_tokens[pooled]
-        every_second = (torch.arange(tokens.shape[1], device=tokens.device) % 2 == 0)[:, None]
-        (through,) = torch.autograd.grad(
-            tokens, last_tokens[0], used[pooled] * every_second, retain_graph=True
+    tokens = last_tokens[pooled]
+    every_second = (torch.arange(tokens.shape[1], device=tokens.device) % 2 == 0)[:, None]
+    (through,) = torch.autograd.grad(
+        tokens, last_tokens[0], used[pooled] * every_second, retain_graph=True
+    )
+    error = (through - used[0] * every_second).abs().max()
+    if error > 1e-2 * used[0].abs().max():
+        raise ValueError(
+            "tokens are mixed after the last attention layer that is known, so no map is exact"
         )
-        error = (through - used[0] * every_second).abs().max()
-        if error > 1e-2 * used[0].abs().max():
-            raise ValueError(
-                "tokens are mixed after the last attention layer that is known, so no map is exact"
-            )
     return pooled
 
 
@@ -95,7 +93,7 @@ def capture_last_tokens(reader: ModelReader) -> Iterator[list[Tokens]]:
     attention = reader.attention
 
     def keep_last(link: int, tokens: Tensor) -> Tensor | None:
-        if link < len(attention.layers):
+        if link < attention.num_layers:
             return None
         if not tokens.requires_grad:
             torch.set_grad_enabled(True)  # until the caller's context ends
@@ -104,25 +102,20 @@ def capture_last_tokens(reader: ModelReader) -> Iterator[list[Tokens]]:
         return tokens
 
     def on_module(module: nn.Module, args: Any, result: Any) -> Tensor | None:
-        # modules before the last block don't matter, and a number for each token is a weight
-        is_tokens = isinstance(result, Tensor) and result.ndim == 3 and result.shape[-1] > 1
+        # modules before the last block don't matter
+        is_tokens = isinstance(result, Tensor) and result.ndim == 3
         if not last_tokens or not is_tokens or not result.requires_grad:
             return None
-        ordered = result
-        if result.shape[:-1] != last_tokens[0].shape[:-1]:
-            ordered = result.permute(attention.axes)
-        if ordered.shape[:-1] != last_tokens[0].shape[:-1]:
-            return None
-        last_tokens.append(ordered)
-        # the model goes on with the tensor that is kept
-        return ordered.permute(attention.axes) if ordered is not result else None
+        for ordered in (result, result.permute(attention.axes)):
+            # keys and values of an attention pooling have another width, or are mixed
+            if ordered.shape == last_tokens[0].shape:
+                last_tokens.append(ordered)
+                # the model goes on with the tensor that is kept
+                return ordered.permute(attention.axes) if ordered is not result else None
+        return None
 
-    inside: set[nn.Module] = set()
-    if attention.pool is not None:  # its keys and values aren't what is pooled
-        inside = set(reader.model.get_submodule(attention.pool).modules())
     with ExitStack() as stack:
         stack.enter_context(reader.watch(keep_last))
         for module in reader.model.modules():
-            if module not in inside:
-                stack.enter_context(module.register_forward_hook(on_module))
+            stack.enter_context(module.register_forward_hook(on_module))
         yield last_tokens

@@ -1,9 +1,9 @@
 """The parts of a model that maps are read from, found once and kept."""
 
-import threading
+import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 from weakref import WeakKeyDictionary, ref
@@ -19,14 +19,11 @@ from vit.explanation.capture.discovery import (
     discover_layers,
 )
 from vit.explanation.capture.layers import AttentionLayer
-from vit.explanation.capture.tokens import draw_noise
+from vit.explanation.capture.tokens import Grid, draw_noise
 from vit.model.logits import compute_logits
 from vit.model.model_info import find_image_size, keep_mode, unwrap_model
 from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.tensors import Images
-
-# Sources of maps, the best first. Pixels need nothing but gradients.
-Source = Literal["attention", "feature map", "pixels"]
 
 
 @dataclass
@@ -35,20 +32,16 @@ class _Findings:
 
     Attributes:
         attention: Its attention layers.
-        refused: Sources that it doesn't have, or that a check has refused, with the reason.
-        feature_map: Number of the output that is its feature map, see `find_feature_map`.
+        refusal: Why maps of its attention are refused.
         has_positions: True if its attention gets the positions of all patches.
-        signs: The mixture of the logits that measures the pooling, 1 or -1, [C].
         pooled: Which of the tokens that leave the last block and the modules after it are pooled.
         first_averaged: First token of a mean that is pooled; -1 without a mean.
-        checked: Description of the model and the images for which the source passed its checks.
+        checked: Description of the model and the images for which maps have passed the checks.
     """
 
     attention: Discovered | None = None
-    refused: dict[Source, str] = field(default_factory=dict)
-    feature_map: int | None = None
+    refusal: str = ""
     has_positions: bool | None = None
-    signs: Tensor | None = None
     pooled: int | None = None
     first_averaged: int | None = None
     checked: list[Any] | None = None
@@ -56,7 +49,6 @@ class _Findings:
 
 # Findings about each module. See `ModelReader.keep`.
 _KEPT: WeakKeyDictionary[nn.Module, _Findings] = WeakKeyDictionary()
-_KEPT_LOCK = threading.Lock()
 
 
 class ModelReader:
@@ -67,95 +59,100 @@ class ModelReader:
 
     Attributes:
         model: The model, without the wrappers of torch.compile, DistributedDataParallel and peft.
-        image_size: Height and width of its images, once they are known.
+        image_size: Height and width of its images, if they are known.
         channels: Number of channels of its images.
         found: The findings so far.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = unwrap_model(model)
-        self.image_size: tuple[int, int] | None = None
+        self.image_size = find_image_size(self.model)
         convolutions = (part for part in self.model.modules() if isinstance(part, nn.Conv2d))
         first = next(convolutions, None)
         self.channels = 3 if first is None else first.in_channels
         self.found = _Findings()
 
     def recall(self, images: Images) -> bool:
-        """Return whether the source has passed its checks for images like these, with this reader
-        or an earlier one of the module. If not, begin without findings."""
+        """Return whether maps have passed their checks for images like these, with this reader or
+        an earlier one of the module. If not, begin without findings."""
         self.channels, height, width = images.shape[1:]
         self.image_size = (height, width)
         description = _describe(self.model, images)
-        if self.found.checked == description:
-            return True
-        # a model with an equality of its own can't be a key
-        with _KEPT_LOCK, suppress(TypeError):
-            kept = _KEPT.get(self.model)
-            if kept is not None and kept.checked == description:
-                self.found = kept
+        for found in (self.found, _KEPT.get(self.model)):
+            if found is not None and found.checked == description:
+                self.found = found
                 return True
         self.found = _Findings()
         return False
 
     def keep(self, images: Images) -> None:
-        """Note that the source has passed its checks, also for the next reader of the module.
+        """Note that maps have passed their checks, also for the next reader of the module.
 
         That gets no refusal. Its reason may be the images, or weights that training changes.
         """
         self.found.checked = _describe(self.model, images)
         if self.has_attention:
-            with _KEPT_LOCK, suppress(TypeError):
-                _KEPT[self.model] = self.found
-
-    @property
-    def has_known_size(self) -> bool:
-        """True if the size of the images is known, or the model tells it."""
-        if self.image_size is None:
-            self.image_size = find_image_size(self.model)
-        return self.image_size is not None
+            _KEPT[self.model] = self.found
 
     @property
     def attention(self) -> Discovered:
         """The attention layers. Raises ValueError if there are none that can be read."""
         found = self.found
-        if found.attention is None and "attention" not in found.refused:
-            if not self.has_known_size:
-                raise ValueError(
-                    f"the size of the images of {type(self.model).__name__} is unknown, and its "
-                    "attention is found by running it; give preprocess=vit.Preprocess(image_size=…)"
-                )
-            assert self.image_size is not None
+        if found.attention is None and not found.refusal:
             try:
+                if self.image_size is None:
+                    raise ValueError(
+                        f"the size of the images of {type(self.model).__name__} is unknown; give "
+                        "preprocess=vit.Preprocess(image_size=…)"
+                    )
                 found.attention = discover_layers(self.model, (self.channels, *self.image_size))
             except ValueError as error:
-                found.refused["attention"] = str(error)
-        if found.attention is None:
-            raise ValueError(found.refused["attention"])
+                found.refusal = str(error)
+        if found.attention is None or found.refusal:
+            raise ValueError(found.refusal)
         return found.attention
 
     @property
     def has_attention(self) -> bool:
         """True if there are attention layers, and no check has refused them."""
         try:
-            return bool(self.places) and "attention" not in self.found.refused
+            return bool(self.attention)
         except ValueError:
             return False
 
     @property
-    def places(self) -> list[str]:
-        """Names of the layers in which all tokens attend to each other. See `attention`."""
-        return self.attention.layers
-
-    @property
-    def source(self) -> Source:
-        """The source of maps of this model: the best that isn't refused."""
+    def source(self) -> Literal["attention", "feature map"]:
+        """The source of maps of this model."""
         if self.has_attention:
             return "attention"
-        return "pixels" if "feature map" in self.found.refused else "feature map"
+        return "feature map"
 
-    def explain_refusal(self, source: Source) -> str:
-        """Return why maps can't be read from a source that is refused."""
-        return self.found.refused.get(source) or "the size of its images is unknown"
+    def find_places(self) -> tuple[int, Grid]:
+        """Find the number of prefix tokens and the grid of the patches; `check_places` looks
+        whether it is right. All tokens that aren't patches are prefix tokens: class, registers,
+        prompts. Without a convolution, patches are taken to be squares.
+
+        Raises:
+            ValueError: The layers' tokens are not the patches of the images.
+        """
+        attention = self.attention
+        assert self.image_size is not None
+        height, width = self.image_size
+        num_tokens = attention.num_tokens[0]
+        grids = list(attention.patch_grids)
+        if not grids:
+            for count in range(num_tokens, 0, -1):
+                rows = max(round(math.sqrt(count * height / width)), 1)
+                if count % rows == 0 and rows * rows * width == count * height:
+                    grids.append((rows, count // rows))
+        found = [grid for grid in grids if math.prod(grid) <= num_tokens]
+        if not found or set(attention.num_tokens) != {num_tokens}:
+            raise ValueError(
+                f"{type(self.model).__name__} attends between {attention.num_tokens[-1]} tokens, "
+                f"which are no patches of images of {height}×{width} pixels (are patches masked or "
+                "merged, or are there branches?), so they have no place in a map"
+            )
+        return num_tokens - math.prod(found[0]), found[0]
 
     @property
     def is_ours(self) -> bool:
@@ -200,13 +197,11 @@ class ModelReader:
         bound = max(2e-5, torch.finfo(images.dtype).eps)
         return bool(error <= bound * logits[0].abs().max())
 
-    @contextmanager
-    def change_tokens(self, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    def change_tokens(self, change: Callable[[Tensor], Tensor]) -> AbstractContextManager[None]:
         """Let the first block read `change(tokens)` instead of the tokens [B, N, D], which include
         prefix tokens, in one forward pass."""
         # the position embedding is added before the first block
-        with self.watch(lambda link, tokens: None if link else change(tokens)):
-            yield
+        return self.watch(lambda link, tokens: None if link else change(tokens))
 
     @contextmanager
     def watch(
@@ -257,8 +252,8 @@ def read_bundle(bundle: Bundle) -> ModelReader:
     """Return the reader of a bundle's model, always the same."""
     if "reader" not in bundle.found:
         bundle.found["reader"] = ModelReader(bundle.model)
+        bundle.found["reader"].image_size = bundle.preprocess.image_size
     reader: ModelReader = bundle.found["reader"]
-    reader.image_size = reader.image_size or bundle.preprocess.image_size
     return reader
 
 

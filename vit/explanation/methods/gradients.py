@@ -99,7 +99,7 @@ def compute_grad_cam(forward: Forward, classes: Classes) -> TokenWeights:
     assert features is not None
     gradient = differentiate(forward.score(classes), features)
     # the places of the gradient are averaged, its channels are kept
-    places = order_channels(forward.model, gradient, forward.images)
+    places = order_channels(gradient, forward.images)
     assert places is not None
     weights = places.mean(dim=(2, 3))
     # [B, N, C] · [B, C, 1]

@@ -157,9 +157,8 @@ def find_methods(
         if reader is not None and name not in known:
             reason = "is for models without readable attention"
             if not reader.has_attention:
-                source = METHODS[name].models
-                reason = f"needs the model's {source}: {reader.explain_refusal(source)}"
-            has = ", ".join(known) or "no maps"
+                reason = f"needs the model's attention: {reader.found.refusal}"
+            has = ", ".join(known)
             raise ValueError(f"{name} {reason}; {type(reader.model).__name__} has {has}")
     methods = [METHODS[name] for name in names]
     declared = [option for method in methods for option in method.options]

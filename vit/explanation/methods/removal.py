@@ -110,7 +110,7 @@ def _find_measured_mean(forward: Forward) -> int:
     num_prefix = forward.num_prefix_tokens
     patches = forward.pool_weights[:, num_prefix:]
     if (patches - patches[:, :1]).abs().max() > 1e-3 * patches.abs().max():
-        name = type(forward.model).__name__
+        name = type(forward.reader.model).__name__
         raise ValueError(f"{name} pools by something other than a mean, so its gates are unknown")
 
     # prefix tokens next to the patches may be part of it: all of them, or prompts

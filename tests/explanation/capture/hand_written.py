@@ -1,5 +1,5 @@
-"""Vision transformers as people write them, in as many manners as there are courses: what the
-watching of softmax and of torch's attention has to find. Each is tiny and has two layers."""
+"""Vision transformers as people write them, in several manners: what the watching
+of softmax and of torch's attention has to find. Each is tiny and has two layers."""
 
 import math
 from collections.abc import Callable
@@ -49,7 +49,6 @@ class Softmaxed(nn.Module):
         else:
             self.query, self.key = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, narrow)
             self.value = nn.Linear(WIDTH, narrow)
-        self.temperature = nn.Parameter(torch.ones(HEADS, 1, 1))
         self.softmax, self.drop = nn.Softmax(dim=-1), nn.Dropout(0.1)
         self.mix = nn.Linear(HEADS, HEADS)
         self.to_out = nn.Linear(WIDTH, WIDTH)
@@ -100,11 +99,6 @@ def einsum(self: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.einsum("b h i j, b h j d -> b h i d", note(weights), v)
 
 
-def einsum_ellipsis(self: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    weights = torch.softmax(torch.einsum("...id,...jd->...ij", q, k) * HEAD**-0.5, -1)
-    return torch.einsum("...ij,...jd->...id", note(weights), v)
-
-
 def einsum_tokens_first(self: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     weights = torch.einsum("bhqd,bhkd->bhqk", q, k).div(HEAD**0.5).softmax(-1)
     return torch.einsum("bkhd,bhqk->bqhd", v.transpose(1, 2), note(weights)).transpose(1, 2)
@@ -115,18 +109,6 @@ def batched(self: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     weights = F.softmax(torch.bmm(q, k.mT) * HEAD**-0.5, dim=-1)
     weights = note(weights.unflatten(0, (-1, HEADS))).flatten(0, 1)
     return torch.bmm(weights, v).unflatten(0, (-1, HEADS))
-
-
-def cosine(self: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    scores = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT * (5 * self.temperature)
-    return note(scores.softmax(dim=-1)) @ v
-
-
-def diagonal_masked(self: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention of small datasets: no token attends to itself."""
-    mask = torch.eye(q.shape[-2], dtype=torch.bool)
-    scores = (q @ k.mT * self.temperature).masked_fill(mask, -torch.finfo(q.dtype).max)
-    return note(scores.softmax(dim=-1)) @ v
 
 
 def scaled_fused(self: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -159,11 +141,6 @@ def mixed_before(self: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return note(scores.softmax(dim=-1)) @ v
 
 
-def mixed_after(self: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    weights = (q @ k.mT * HEAD**-0.5).softmax(dim=-1)
-    return self.mix(weights.permute(0, 2, 3, 1)).permute(0, 3, 1, 2) @ v
-
-
 def gated(self: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The mean of all tokens decides how much is read."""
     return tensor_softmax(self, q, k, v) * v.mean(dim=2, keepdim=True).sigmoid()
@@ -171,11 +148,6 @@ def gated(self: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def with_sums(self: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return fused(q, k, v) + v.cumsum(dim=2)
-
-
-def renormalised(self: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    weights = (q @ k.mT * HEAD**-0.5).softmax(dim=-1) * torch.linspace(0.5, 1, q.shape[2])
-    return weights @ v
 
 
 def by_hand(self: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -228,34 +200,17 @@ class PostNormBlock(PreNormBlock):
         return self.ln2(x + self.mlp(x))
 
 
+class InPlaceBlock(PreNormBlock):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.clone()
+        y += self.attention(self.ln1(x))
+        return y + self.mlp(self.ln2(y))
+
+
 class ParallelBlock(PreNormBlock):
     def forward(self, x: Tensor) -> Tensor:
         y = self.ln1(x)
         return x + self.attention(y) + self.mlp(y)
-
-
-class InlineBlock(nn.Module):
-    """Attention and MLP in one `forward`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.o, self.f1, self.f2 = (
-            nn.Linear(WIDTH, WIDTH),
-            nn.Linear(WIDTH, 48),
-            nn.Linear(48, WIDTH),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(x)
-        q, k, v = (
-            layer(y).view(*y.shape[:2], HEADS, HEAD).transpose(1, 2)
-            for layer in (self.q, self.k, self.v)
-        )
-        y = fused(q, k, v).transpose(1, 2).contiguous().view(x.shape)
-        x = x + self.o(y)
-        return x + self.f2(F.relu(self.f1(self.norm2(x))))
 
 
 class PreNorm(nn.Module):
@@ -267,17 +222,10 @@ class PreNorm(nn.Module):
         return self.fn(self.norm(x))
 
 
-class Residual(PreNorm):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + x
-
-
 class PairsOfLayers(nn.Module):
     """The encoder adds what its layers compute."""
 
-    def __init__(
-        self, attention: Callable[[], nn.Module], *, norm: bool, in_place: bool = False
-    ) -> None:
+    def __init__(self, attention: Callable[[], nn.Module], *, norm: bool) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
             nn.ModuleList([PreNorm(attention()), PreNorm(mlp())]) for _ in range(DEPTH)
@@ -308,7 +256,6 @@ class Classifier(nn.Module):
         encoder: nn.Module,
         *,
         patches: str = "conv",
-        positions: str = "learned",
         tokens: int = 1,
         pool: str = "class",
         num_classes: int = CLASSES,
@@ -320,12 +267,7 @@ class Classifier(nn.Module):
         else:
             self.patchify = nn.Linear(3 * PATCH**2, WIDTH)
         self.special = nn.Parameter(torch.zeros(1, tokens, WIDTH))
-        count = TOKENS + tokens
-        if positions == "learned":
-            self.pos = nn.Parameter(torch.zeros(1, count, WIDTH))
-        else:
-            angles = torch.arange(count)[:, None] / 100 ** torch.linspace(0, 1, WIDTH // 2)
-            self.register_buffer("pos", torch.cat([angles.sin(), angles.cos()], dim=1)[None])
+        self.pos = nn.Parameter(torch.zeros(1, TOKENS + tokens, WIDTH))
         self.drop, self.encoder = nn.Dropout(0.1), encoder
         self.head = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, num_classes))
         self.score = nn.Linear(WIDTH, 1)
@@ -387,19 +329,15 @@ MODELS: dict[str, HandWritten] = {
     "Tensor.softmax, unbind, unfold": HandWritten(
         lambda: Classifier(blocks(own("unbind", tensor_softmax)), patches="unfold")
     ),
-    "nn.Softmax, permute, sine positions": HandWritten(
-        lambda: Classifier(blocks(own("permute", module_softmax)), positions="sine")
-    ),
-    "einsum, separate projections": HandWritten(lambda: Classifier(blocks(own("", einsum)))),
-    "einsum, ellipsis": HandWritten(
-        lambda: Classifier(blocks(own("chunk", einsum_ellipsis)), patches="reshape")
+    "einsum, separate projections": HandWritten(
+        lambda: Classifier(blocks(own("", einsum)), patches="reshape")
     ),
     "einsum, values first": HandWritten(
         lambda: Classifier(blocks(own("", einsum_tokens_first)), pool="mean", tokens=4)
     ),
-    "bmm, heads in the batch": HandWritten(lambda: Classifier(blocks(own("chunk", batched)))),
-    "cosine": HandWritten(lambda: Classifier(blocks(own("unbind", cosine)), tokens=5)),
-    "masked diagonal": HandWritten(lambda: Classifier(blocks(own("chunk", diagonal_masked)))),
+    "bmm, heads in the batch": HandWritten(
+        lambda: Classifier(blocks(own("permute", batched)), tokens=5)
+    ),
     "fused with a scale, LayerScale": HandWritten(
         lambda: Classifier(blocks(own("chunk", scaled_fused), scale=True))
     ),
@@ -414,30 +352,17 @@ MODELS: dict[str, HandWritten] = {
     "post-norm": HandWritten(
         lambda: Classifier(blocks(own("chunk", torch_softmax), PostNormBlock))
     ),
+    "added in place to a copy": HandWritten(
+        lambda: Classifier(blocks(own("chunk", scaled_fused), InPlaceBlock))
+    ),
     "parallel branches": HandWritten(
         lambda: Classifier(blocks(own("chunk", scaled_fused), ParallelBlock))
     ),
-    "all in one block": HandWritten(
-        lambda: Classifier(nn.Sequential(*(InlineBlock() for _ in range(DEPTH))))
+    "one layer that runs twice": HandWritten(
+        lambda: Classifier(nn.Sequential(*(2 * [PreNormBlock(own("", tensor_softmax)())])))
     ),
     "encoder that adds": HandWritten(
         lambda: Classifier(PairsOfLayers(own("chunk", module_softmax), norm=True))
-    ),
-    "encoder that adds, without a norm, mean": HandWritten(
-        lambda: Classifier(
-            PairsOfLayers(own("", einsum), norm=False), pool="mean", tokens=0, patches="reshape"
-        )
-    ),
-    "residual modules": HandWritten(
-        lambda: Classifier(
-            nn.Sequential(
-                *(
-                    Residual(m)
-                    for _ in range(DEPTH)
-                    for m in (own("split", tensor_softmax)(), mlp())
-                )
-            )
-        )
     ),
     "nn.MultiheadAttention": HandWritten(
         lambda: Classifier(blocks(torch_attention(batch_first=True, need_weights=True)))
@@ -446,72 +371,11 @@ MODELS: dict[str, HandWritten] = {
         lambda: Classifier(blocks(torch_attention(batch_first=False, need_weights=False)))
     ),
     "nn.TransformerEncoder, norm last": HandWritten(lambda: Classifier(encoder(batch_first=True))),
-    "nn.TransformerEncoder, norm first": HandWritten(
-        lambda: Classifier(
-            encoder(batch_first=True, norm_first=True, activation="gelu"), pool="mean"
-        )
-    ),
     "nn.TransformerEncoder, tokens first": HandWritten(
         lambda: Classifier(TokensFirst(encoder(norm_first=True)))
     ),
     "weighted mean": HandWritten(
         lambda: Classifier(blocks(own("", tensor_softmax)), pool="weighted", tokens=0)
-    ),
-}
-
-
-class Both(nn.Module):
-    def __init__(self, first: nn.Module, second: nn.Module) -> None:
-        super().__init__()
-        self.first, self.second = first, second
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.first(images) + self.second(images)
-
-
-class Flipped(Both):
-    def forward(self, images: Tensor) -> Tensor:
-        return self.first(images) + self.first(images.flip(-1))
-
-
-def one() -> nn.Module:
-    return Classifier(blocks(own("chunk", tensor_softmax)))
-
-
-MIXED = "mixes tokens elsewhere"
-REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "gate": (lambda: Classifier(blocks(own("chunk", gated))), MIXED),
-    "gate of an encoder that adds": (
-        lambda: Classifier(PairsOfLayers(own("chunk", gated), norm=True)),
-        MIXED,
-    ),
-    "sums beside the heads": (lambda: Classifier(blocks(own("chunk", with_sums))), MIXED),
-    "weights that are changed": (
-        lambda: Classifier(blocks(own("chunk", renormalised))),
-        "has no attention between all of its tokens",
-    ),
-    "two encoders": (lambda: Both(one(), one()), "a second encoder"),
-    "test-time augmentation": (
-        lambda: Flipped(one(), nn.Identity()),
-        "runs 2 times",
-    ),
-    "talking heads after the softmax": (
-        lambda: Classifier(blocks(own("chunk", mixed_after))),
-        "has no attention between all of its tokens",
-    ),
-    "exponentials by hand": (
-        lambda: Classifier(blocks(own("chunk", by_hand))),
-        "has no attention between all of its tokens",
-    ),
-    "a layer by hand": (
-        lambda: Classifier(
-            nn.Sequential(
-                PreNormBlock(own("chunk", tensor_softmax)()),
-                PreNormBlock(own("chunk", by_hand)()),
-                PreNormBlock(own("chunk", tensor_softmax)()),
-            )
-        ),
-        "mixes tokens elsewhere|has no attention between all of its tokens",
     ),
 }
 
