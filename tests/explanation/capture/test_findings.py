@@ -135,10 +135,3 @@ def test_maps_that_are_the_same_for_every_class_need_no_classes() -> None:
     expected = vit.attribute(model, images, method="rollout")
     model.reset_classifier(0)
     assert torch.equal(vit.attribute(model, images, method="rollout"), expected)
-    result = vit.explain(
-        model,
-        [torch.zeros(32, 32, 3, dtype=torch.uint8).numpy()],
-        methods="rollout",
-        preprocess=vit.Preprocess(image_size=(32, 32)),
-    )
-    assert result.maps["rollout"].shape == (1, 4, 4)
