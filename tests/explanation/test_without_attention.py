@@ -120,10 +120,10 @@ def test_grad_cam_is_the_derivative_along_the_feature_map(build: Build) -> None:
             return output + added if is_same and torch.equal(output, kept) else None
 
         # the innermost module that gives the feature map
-        for module in reversed(list(forward.model.modules())):
+        for module in reversed(list(forward.reader.model.modules())):
             handle = module.register_forward_hook(add)
             with torch.no_grad():
-                logit = forward.model(forward.images.detach())[0, 3]
+                logit = forward.reader.model(forward.images.detach())[0, 3]
             handle.remove()
             if not torch.equal(logit, forward.logits[0, 3].detach()):
                 return logit
