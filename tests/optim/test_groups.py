@@ -34,13 +34,6 @@ def test_matrices_and_kernels_decay_and_nothing_else(stem):
     assert {value for name, value in decay.items() if name not in expected} == {0.0}
 
 
-def test_every_parameter_is_in_exactly_one_group():
-    model = build_model()
-    groups = parameter_groups(model, lr=1.0, weight_decay=0.05, layer_decay=0.5, muon_lr=0.02)
-    listed = [id(parameter) for group in groups for parameter in group["params"]]
-    assert sorted(listed) == sorted(map(id, model.parameters()))
-
-
 def test_learning_rate_falls_by_layer_decay_from_head_to_embedding():
     rates = settings(build_model(), "lr", lr=1.0, weight_decay=0.05, layer_decay=0.5)
     assert rates["head.weight"] == rates["norm.bias"] == 1.0

@@ -139,17 +139,3 @@ def test_everything_else_equals_torchs_adamw():
     ours, theirs = train(model, build_optimizer(model), range(4)), train(reference, adamw, range(4))
     for name in ("head.weight", "head.bias", "blocks.0.fc1.bias"):
         torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=0)
-
-
-def test_gradients_are_divided_by_grad_scale():
-    scaled, plain = build_model(), build_model()
-    optimizers = build_optimizer(scaled), build_optimizer(plain)
-    optimizers[0].grad_scale = torch.tensor(8.0)
-    for model in (scaled, plain):
-        draw_gradients(model, 0)
-    for parameter in scaled.parameters():
-        parameter.grad *= 8
-    for optimizer in optimizers:
-        optimizer.step()
-    for ours, theirs in zip(scaled.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)

@@ -14,12 +14,6 @@ def factors(total_steps=10, **arguments) -> list[float]:
     ]
 
 
-def test_linear_falls_in_equal_steps_towards_zero():
-    assert factors(name="linear", warmup_steps=0) == pytest.approx(
-        [1 - step / 10 for step in range(10)]
-    )
-
-
 def test_warm_up_rises_in_equal_steps_and_reaches_the_full_rate():
     rates = factors(name="linear", warmup_steps=4)
     assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.conftest import ROOT, Launcher, Outcome
+from tests.conftest import Launcher, Outcome
 from tests.training.conftest import TINY, read_metrics
 from tests.training.test_kill import done_steps
 from vit.bundle import load_bundle
@@ -27,34 +27,6 @@ OVERRIDES = [
     "optimizer.muon_lr=1e-3",
 ]
 
-
-# the command where something fails: a disk that is full once the checkpoint of step 5 is there, and
-# a full cache
-FAULTS = {
-    "disk": """
-import errno, os, sys
-from pathlib import Path
-from vit.cli.main import main
-
-def fsync(descriptor, whole=os.fsync):
-    if list(Path(sys.argv[-1]).glob("checkpoints/step-00000005-*")):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    whole(descriptor)
-
-os.fsync = fsync
-main()
-""",
-    "cache": """
-import errno, os
-from vit.cli.main import main
-
-def posix_fallocate(*arguments):
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-os.posix_fallocate = posix_fallocate
-main()
-""",
-}
 
 Start = Callable[..., subprocess.Popen[str]]
 Train = Callable[..., Outcome]
@@ -124,60 +96,3 @@ def test_a_dead_rank_ends_the_job_and_another_world_size_continues(
     assert 5 <= done_steps(tmp_path / "run") < 50
     train(tmp_path / "run", "train.checkpoint_every_steps=1", "--resume", processes=1)
     assert_close(alone, tmp_path / "run")
-
-
-@pytest.mark.chaos
-@pytest.mark.parametrize("place", FAULTS)
-def test_a_full_disk_or_cache_ends_the_job_and_with_room_it_continues(
-    alone: Path, cli: Launcher, train: Train, empty_yaml: Path, tmp_path: Path, place: str
-) -> None:
-    (tmp_path / "full.py").write_text(FAULTS[place])
-    arguments = [
-        "train",
-        empty_yaml,
-        *OVERRIDES,
-        "train.checkpoint_every_steps=1",
-        "--output",
-        tmp_path / "run",
-    ]
-    program, environment = (str(tmp_path / "full.py"),), {"PYTHONPATH": str(ROOT)}
-    if place == "cache":
-        environment["VIT_CACHE"] = str(tmp_path / "cache")
-    job = cli.start(
-        *arguments, processes=2, program=program, env=environment, stdout=subprocess.DEVNULL
-    )
-    _, errors = job.communicate(timeout=120)
-    assert job.returncode != 0
-    assert "vit: error: No space left on device" in errors
-    if place == "cache":
-        assert "Traceback" not in errors.partition("torch")[0]
-        return
-    assert done_steps(tmp_path / "run") == 5
-    train(tmp_path / "run", "train.checkpoint_every_steps=1", "--resume", processes=2)
-    assert_close(alone, tmp_path / "run")
-
-
-@pytest.mark.chaos
-def test_two_sigterms_and_a_second_job_in_the_directory_lose_nothing(
-    alone: Path, start: Start, train: Train, tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    job = start(run, "train.checkpoint_every_steps=1", processes=2)
-    deadline = time.monotonic() + 120
-    while done_steps(run) < 3 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    processes = list_children(job)
-    for process in processes:
-        os.kill(process, signal.SIGSTOP)
-    second = start(run, "train.checkpoint_every_steps=1", "--resume", processes=2)
-    _, errors = second.communicate(timeout=120)
-    assert second.returncode != 0
-    assert "another process is training" in errors
-    for process in processes:
-        os.kill(process, signal.SIGCONT)
-    for _ in range(2):
-        job.send_signal(signal.SIGTERM)
-        time.sleep(0.01)
-    job.communicate(timeout=120)
-    train(run, "train.checkpoint_every_steps=1", "--resume", processes=1)
-    assert_close(alone, run)

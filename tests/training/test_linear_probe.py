@@ -88,22 +88,6 @@ def test_each_label_is_scikit_learns_regression(balanced: bool) -> None:
     assert probabilities[:, 5].max() < 0.01
 
 
-def test_folds_of_labels_leave_out_each_image_once() -> None:
-    _, marks = make_labels()
-    marks = np.concatenate([marks, np.zeros((90, 1), bool)], axis=1)
-    marks[[3, 40, 41], 4] = True
-    folds = assign_folds(marks)
-    assert np.ptp(np.bincount(folds)) <= 1
-    # of each label a fifth, also of the one with three images, which are in three folds
-    counts = np.array([marks[folds == fold].sum(axis=0) for fold in range(5)])
-    assert (np.ptp(counts, axis=0) <= 4).all()
-    assert counts[:, 4].max() == 1
-    groups = [f"patient {index // 3}" for index in range(90)]
-    by_group = assign_folds(marks, groups)
-    assert by_group.min() == 0
-    assert all(len(set(by_group[3 * each : 3 * each + 3].tolist())) == 1 for each in range(30))
-
-
 def test_the_readout_that_tells_the_classes_apart_is_chosen() -> None:
     features, labels = make_features(informative=(1, "token"))
     probe = fit_probe(features, labels, assign_folds(labels), num_classes=3)

@@ -106,15 +106,3 @@ def test_a_kill_between_an_epochs_metrics_and_its_checkpoint_logs_them_once(
     assert resumed.trainer.progress.epoch == 1
     resumed.trainer.train()
     assert_equal_runs(tmp_path / "whole", tmp_path / "broken")
-
-
-def test_two_equal_runs_are_bit_equal_and_another_seed_is_not(
-    make_run: MakeRun, tmp_path: Path
-) -> None:
-    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        make_run(tmp_path / name, f"train.seed={seed}").trainer.train()
-    assert_equal_runs(tmp_path / "a", tmp_path / "b")
-    weights = [
-        load_bundle(tmp_path / name).model.state_dict()["head.weight"] for name in ("a", "c")
-    ]
-    assert not torch.equal(*weights)

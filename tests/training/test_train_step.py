@@ -114,16 +114,6 @@ def test_threads_draw_the_same_numbers_in_every_run():
     assert thread_generator() is None
 
 
-def test_frozen_and_unused_parameters_have_no_gradient_with_threads():
-    step = build_step(threads=BatchThreads(2))
-    step.module.patch_embed.requires_grad_(False)
-    step.module.unused = nn.Parameter(torch.ones(2))
-    step(*draw_batch())
-    assert step.module.patch_embed.proj.weight.grad is None
-    assert step.module.unused.grad is None
-    assert torch.equal(step.module.unused, torch.ones(2))
-
-
 def test_gradient_norm_is_reported_before_clipping_and_the_step_is_clipped():
     free, clipped, loose = build_step(), build_step(clip_grad=0.01), build_step(clip_grad=1e6)
     start = weights(free)
