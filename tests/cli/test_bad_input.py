@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import vit
-from tests.conftest import TINY_RUN, Launcher, SaveModel
+from tests.conftest import Launcher, SaveModel
 from vit.bundle import load_bundle
 from vit.data.images import list_images, read_image
 from vit.data.open import open_dataset
@@ -118,37 +118,6 @@ class TestImages:
             assert (tmp_path / "maps" / "photo.rollout.png").is_file()
         else:
             assert ["error" in json.loads(line) for line in out.splitlines()] == [True, False, True]
-
-
-class TestConfigurations:
-    @pytest.mark.parametrize(
-        ("text", "message"),
-        [
-            ("train: {seed: !!python/name:os.system x}", "not valid YAML"),
-            ("train: {seed: 2001-13-45}", "not valid YAML"),
-        ],
-    )
-    def test_odd_yaml_is_one_line(
-        self, cli: Launcher, tmp_path: Path, text: str, message: str
-    ) -> None:
-        (tmp_path / "c.yaml").write_text(text)
-        assert message in cli.fail("train", tmp_path / "c.yaml", "--output", tmp_path / "run")
-
-    @pytest.mark.parametrize(
-        "override",
-        [
-            "model.patch_size=0",
-            "data.std=[0, 0, 0]",
-            "data.mean=[.nan, 0, 0]",
-            "optimizer.lr=.inf",
-            "model.embed_dim=1000000000",
-        ],
-    )
-    def test_odd_values_are_one_line(
-        self, cli: Launcher, empty_yaml: Path, tmp_path: Path, override: str
-    ) -> None:
-        more = [text for text in TINY_RUN if text.partition("=")[0] != override.partition("=")[0]]
-        cli.fail("train", empty_yaml, *more, override, "--dry-run", "--output", tmp_path / "run")
 
 
 class TestModelFiles:
@@ -255,19 +224,3 @@ class TestCommand:
 def test_the_version_needs_no_command(cli: Launcher) -> None:
     assert cli.succeed("--version").out == f"vit {vit.__version__}\n"
     assert "Missing command" in cli.fail("--")
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("train", "~nobody-here/photos"),
-        ("train", "digits", "--init", "~nobody-here/model"),
-        ("train", "folder/small", "data.root=~nobody-here/photos"),
-        ("evaluate", "imagenette", "--data", "~nobody-here/photos"),
-    ],
-    ids=["images", "init", "root", "data"],
-)
-def test_the_home_of_an_unknown_user_is_a_path_that_does_not_exist(
-    cli: Launcher, tmp_path: Path, arguments: tuple[str, ...]
-) -> None:
-    assert "~nobody-here" in cli.fail(*arguments, "--output", tmp_path / "output")

@@ -16,7 +16,7 @@ from tests.conftest import Launcher
 from vit.cli.build import find_flag, read_parameters
 from vit.cli.main import COMMANDS, app
 from vit.runtime.command import Command
-from vit.runtime.signatures import REQUIRED, Names, check_arguments, read_signature
+from vit.runtime.signatures import REQUIRED, check_arguments, read_signature
 
 ALL: dict[str, Command] = {
     command.run.__name__: command
@@ -57,14 +57,6 @@ def test_a_text_is_that_of_the_function_it_refers_to() -> None:
     evaluate, _ = read_parameters(ALL["evaluate"])
     for name in ("batch_size", "device", "precision"):
         assert audit[name].help == evaluate[name].help
-
-
-def test_what_a_signature_says_of_the_command_line() -> None:
-    explain, _ = read_parameters(ALL["explain"])
-    assert explain["methods"].kind == Names
-    assert explain["batch_size"].kind is int
-    assert explain["batch_size"].bounds == (1, None)
-    assert explain["target"].kind is str
 
 
 def test_an_option_has_one_meaning_in_all_commands() -> None:

@@ -5,7 +5,6 @@ import json
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +21,6 @@ from vit.data.splits import SplitRule
 from vit.evaluation.intervals import compute_clustered_interval
 from vit.evaluation.metrics import score_logits
 from vit.evaluation.predictions import save_predictions
-from vit.model.vision_transformer import VisionTransformer
 from vit.prediction.probabilities import compute_log_probabilities
 from vit.runtime.files import read_arrays, write_arrays
 
@@ -169,32 +167,6 @@ def test_duplicates_unreadable_files_and_a_shuffled_class_order_are_dealt_with(
         assert (after[path]["label"], after[path]["predicted"]) == (row["label"], row["predicted"])
 
 
-@pytest.mark.extended
-def test_class_names_in_another_order_are_matched_by_name(
-    evaluate: Evaluate, model_file: Path, root: Path, tmp_path: Path
-) -> None:
-    """The same weights with the classes of the head, and their names, the other way round."""
-    bundle = load_bundle(model_file)
-    model = bundle.model
-    assert isinstance(model, VisionTransformer)
-    model.head.weight.data = model.head.weight.data.flip(0)
-    model.head.bias.data = model.head.bias.data.flip(0)
-    flipped = replace(bundle, class_names=CLASSES[::-1], training_hashes=None)
-    flipped.save(tmp_path / "flipped.safetensors")
-    for name, path in (("plain", model_file), ("flipped", tmp_path / "flipped.safetensors")):
-        assert evaluate(path, "--data", root, "--output", tmp_path / name)[0] == 0
-    plain, other = (
-        read_predictions(tmp_path / name / "predictions.csv") for name in ("plain", "flipped")
-    )
-    assert [(row["label"], row["predicted"]) for row in plain] == [
-        (row["label"], row["predicted"]) for row in other
-    ]
-    assert (
-        json.loads((tmp_path / "flipped" / "evaluation.json").read_text())["duplicates_of_training"]
-        is None
-    )
-
-
 def test_an_operating_point_is_told_and_kept_in_a_copy_of_the_model(
     evaluate: Evaluate, model_file: Path, root: Path, tmp_path: Path
 ) -> None:
@@ -306,31 +278,6 @@ def test_bad_folders_and_models_get_one_line(
         assert (code, len(error.strip().splitlines())) == (2, 1), error
         assert sentence in error
         assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.extended
-def test_the_columns_and_groups_of_another_table_may_be_named(
-    tiny_run: Path, tmp_path: Path, cli: Launcher
-) -> None:
-    rows = []
-    for index, name in enumerate(load_bundle(tiny_run).class_names):
-        file = f"{'ab'[index % 2]}{index}.png"
-        Image.fromarray(np.full((9, 9), 20 * index, dtype=np.uint8)).save(tmp_path / file)
-        rows.append(f"{file},{name},{index % 3},h{index % 4}")
-    table = tmp_path / "own.csv"
-    table.write_text("\n".join(["Datei,Art,group,Klasse", *rows]))
-    arguments = ["evaluate", tiny_run, "--data", table, "--output", tmp_path / "out"]
-    assert "name the right one with --path-column" in cli.fail(*arguments)
-    arguments += ["--path-column", "Datei"]
-    assert "name the right one with --label-column" in cli.fail(*arguments)
-    # before the table's three groups
-    cli.succeed(*arguments, "--label-column", "Art", "--group-by", "^([ab])")
-    evaluation = json.loads((tmp_path / "out" / "evaluation.json").read_text())
-    assert evaluation["num_images"] == len(rows)
-    assert f"these {len(rows)} images are of 2 groups" in evaluation["notes"][0]
-    cli.succeed(*arguments, "--label-column", "Art", "--group-column", "Klasse", "--overwrite")
-    evaluation = json.loads((tmp_path / "out" / "evaluation.json").read_text())
-    assert f"these {len(rows)} images are of 4 groups" in evaluation["notes"][0]
 
 
 def test_a_root_without_training_images_is_evaluated(

@@ -1,9 +1,7 @@
 """`vit explain` on images of every kind."""
 
-import io
 import json
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -125,22 +123,6 @@ def test_nothing_but_broken_images_is_an_error(
     outcome = cli.run("explain", model_file, photos / "broken.jpg", "--output", tmp_path / "out")
     assert outcome.code == 2
     assert "1 images can't be read; the first: " in outcome.err
-
-
-def test_paths_are_read_from_standard_input(
-    explain: Explain,
-    model_file: Path,
-    photos: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As `tests/cli/test_predict.py` does through a pipe, for another program."""
-    output = tmp_path / "out"
-    listed = f"{photos / 'grey.png'}\n{photos / 'turned.jpg'}\n".encode()
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(listed)))
-    explain(model_file, "-", "-o", output, "--no-checks", "--device", "cpu")
-    manifest = json.loads((output / "manifest.json").read_text())
-    assert [Path(image["path"]).name for image in manifest["images"]] == ["grey.png", "turned.jpg"]
 
 
 def test_by_default_the_maps_of_the_first_sixteen_images_are_tested(

@@ -1,4 +1,4 @@
-"""Completion in the shell, the image of `docker build`, and the package as it is published."""
+"""The image of `docker build`, and the package as it is published."""
 
 import os
 import re
@@ -13,24 +13,7 @@ from pathlib import Path
 import pytest
 from uv import find_uv_bin
 
-from tests.conftest import ROOT, Launcher
-
-# the name of the program is the one that the shell knows
-_AS_COMMAND = ("-c", "import sys; sys.argv[0] = 'vit'; from vit.cli.main import main; main()")
-
-
-def test_the_shell_completes_commands_and_options(cli: Launcher) -> None:
-    for words, completions in (
-        ("vit ev", ["evaluate"]),
-        ("vit evaluate --operat", ["--operating-point"]),
-    ):
-        environment = {
-            "_VIT_COMPLETE": "complete_bash",
-            "COMP_WORDS": words,
-            "COMP_CWORD": str(len(words.split()) - 1),
-        }
-        outcome = cli.finish(cli.start(program=_AS_COMMAND, env=environment))
-        assert outcome.out.split() == completions
+from tests.conftest import ROOT
 
 
 @pytest.mark.parametrize(

@@ -110,28 +110,3 @@ def test_no_image_that_can_be_read_is_exit_code_1(
 
 
 # libraries that take long to import, none of which one prediction needs
-_HEAVY = (
-    "cv2", "datasets", "fsspec", "joblib", "matplotlib", "pandas", "pyarrow", "scipy", "sklearn", "sympy",
-    "tensorboard", "timm", "torch._dynamo", "torch._inductor", "torchvision", "numpy.f2py",
-    "PIL.FpxImagePlugin", "vit.training.trainer", "vit.explanation", "vit.evaluation",
-)  # fmt: skip
-_LIST_HEAVY = f"""
-import sys
-from vit.cli.main import main
-try:
-    main(sys.argv[1:])
-except SystemExit as error:
-    assert not error.code, error.code
-print([name for name in {_HEAVY} if name in sys.modules])
-"""
-
-
-@pytest.mark.extended
-def test_one_prediction_imports_nothing_heavy_that_it_does_not_use(
-    cli: Launcher, model_file: Path, folder: Path
-) -> None:
-    arguments = ["predict", str(model_file), str(folder / "a.jpg"), "--device=cpu"]
-    found = subprocess.run(
-        [sys.executable, "-c", _LIST_HEAVY, *arguments], capture_output=True, text=True, check=True
-    )
-    assert found.stdout.splitlines()[-1] == "[]", found.stderr

@@ -90,14 +90,6 @@ def test_threads_that_divide_the_batch_resume_to_the_same_run(
     assert_equal_runs(tmp_path / "whole", tmp_path / "resumed")
 
 
-def test_the_resolved_configuration_gives_the_same_run(
-    run: Path, tmp_path: Path, cli: Launcher
-) -> None:
-    cli.succeed("train", run / "config.yaml", "--output", tmp_path / "again")
-    weights = [load_bundle(path).model.state_dict() for path in (run, tmp_path / "again")]
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-
-
 def test_a_directory_with_a_run_is_not_touched_unasked(
     empty_yaml: Path, tmp_path: Path, cli: Launcher
 ) -> None:
