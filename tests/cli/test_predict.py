@@ -107,6 +107,3 @@ def test_no_image_that_can_be_read_is_exit_code_1(
     assert code == 1
     assert len(out.splitlines()) == 2
     assert "2 of 2 images could not be read; their lines say why" in err
-
-
-# libraries that take long to import, none of which one prediction needs
