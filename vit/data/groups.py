@@ -141,7 +141,7 @@ def join_duplicates(
     """Join groups that share an image or a near-copy of one.
 
     Near-copies that would join more than a tenth of a class, and more than ten images, aren't
-    joined: only equal pixels are. A class that would have fewer groups than splits keeps its own groups.
+    joined: only equal pixels are. A class that would have fewer groups than splits keeps its own.
 
     Args:
         groups: Group of each image.

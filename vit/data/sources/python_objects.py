@@ -142,8 +142,8 @@ def _list_items(part: Any) -> Any:
     is_table = isinstance(part, str | bytes | Mapping) or hasattr(part, "iloc")
     if is_table or not (hasattr(part, "__getitem__") and hasattr(part, "__len__")):
         raise ValueError(
-            f"dataset is of the type {type(part).__name__}, not (images, labels) nor a data set of torch; pass"
-            " list(…) of items, and read a table from its file (data.root=TABLE.csv)"
+            f"dataset is of the type {type(part).__name__}, not (images, labels) nor a data set of"
+            " torch; pass list(…) of items, and read a table from its file (data.root=TABLE.csv)"
         )
     return part
 
