@@ -129,4 +129,4 @@ def test_features_must_be_named_and_groups_be_found(
     assert "add --model" in message
     arguments = ("--model", weights, "--group-by", "[0-9]", "--output", tmp_path / "out")
     message = cli.fail("audit", folder, *arguments)
-    assert "group_by '[0-9]' has 0 groups in brackets" in message
+    assert "group_by '[0-9]' is not a regular expression with one group" in message
