@@ -121,12 +121,3 @@ def test_the_best_are_those_not_told_apart_from_the_highest() -> None:
     level = {"high": high, "level": high - 0.05 + noise[1]}
     assert set(find_best(level)) == {"high", "level"}
     assert find_best({"a": noise[2], "b": noise[2]}) == ["a", "b"]
-
-
-def test_baselines_depend_only_on_what_they_should() -> None:
-    first, second = (build_baselines(2, (5, 7), seed=seed) for seed in (0, 1))
-    assert not torch.equal(first["random"], second["random"])
-    assert torch.equal(first["random"], build_baselines(2, (5, 7), seed=0)["random"])
-    centre = first["centre"][1]
-    assert centre.argmax() == 17
-    assert torch.allclose(centre, centre.flip(0, 1))

@@ -163,7 +163,10 @@ def _time_maps(
 ) -> tuple[dict[str, PatchMaps], dict[str, float]]:
     """Compute the maps [n, rows, columns] of each method, and the milliseconds that one takes, the
     forward pass included."""
-    batches = list(zip(images.split(batch_size), classes.split(batch_size), strict=True))
+    batches = [
+        (images[start : start + batch_size], classes[start : start + batch_size])
+        for start in range(0, len(images), batch_size)
+    ]
 
     def explain(method: str, part: Images, answers: Tensor, *, verify: bool = False) -> PatchMaps:
         options: Any = {"target": target.with_classes(answers), "verify": verify}
