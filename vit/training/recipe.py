@@ -55,7 +55,9 @@ def find_recipe(name: str | Path) -> Path:
     recipe = _recipe_folder() / f"{name}.yaml"
     if not recipe.is_file():
         known = list_recipes()
-        hint = suggest(name) or f"{suggest(name, known)}; packaged recipes: {', '.join(known)}"
+        hint = f"; packaged recipes: {', '.join(known)}"
+        if not path.exists():
+            hint = suggest(name) or suggest(name, known) + hint
         raise FileNotFoundError(
             f"{name} is no configuration (.yaml), table or folder of images{hint}"
         )
