@@ -1,8 +1,6 @@
 """Every sample gets its own fresh draw, and gets what one would do to it alone with those
 parameters."""
 
-from collections import Counter
-
 import numpy as np
 import pytest
 import torch
@@ -141,14 +139,3 @@ def test_weights_follow_the_beta_distribution(alpha: float) -> None:
 
     values = sample_beta(StatelessRandom(0, 0, torch.arange(20_000)), "mixup", alpha).numpy()
     assert kstest(values, beta(alpha, alpha).cdf).pvalue > 1e-3
-
-
-def test_an_image_is_never_drawn_the_same_twice_in_a_run() -> None:
-    augment = Augmentation(crop=Crop(scale=(0.3, 1.0), flip="random"), color_jitter=0.3)
-    image = pictures(1).expand(50, -1, -1, -1).contiguous()
-    seen = Counter()
-    for epoch in range(20):
-        pixels = cut(augment, epoch, torch.arange(50), image)
-        for picture in finish(augment, pixels, epoch):
-            seen[picture.numpy().tobytes()] += 1
-    assert max(seen.values()) == 1

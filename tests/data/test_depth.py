@@ -67,12 +67,7 @@ def test_eight_bits_have_no_range_and_nan_is_black(tmp_path: Path) -> None:
     ("low", "high", "bits", "expected"),
     [
         (0, 4095, 0xFFF, (0, 4095)),
-        (3, 3000, 0xFFF, (0, 4095)),
-        (0, 900, 0x3FF, (0, 1023)),
         (0, 65520, 0xFFF0, (0, 65520)),
-        (0, 4096, 0x1000, (0, 4096)),
-        (0, 200, 0xFF, (0, 255)),
-        (0, 100_000, 0x1FFFF, (0, 131071)),
         (-1024, 3071, -1, (-1024, 3071)),
         # hundredths of a kelvin: 0 to 32767 would leave 31 levels
         (27315, 31100, 0x7FFF, (27315, 31100)),
@@ -91,24 +86,15 @@ def test_the_range_is_that_of_the_bits_in_use(
 
 
 def build_tiff(
-    content: bytes,
-    shape: tuple[int, int],
-    *,
-    bits: int,
-    photometric: int = 1,
-    kind: int = 1,
-    bands: int = 1,
-    layout: int = 1,
+    content: bytes, shape: tuple[int, int], *, bits: int, kind: int = 1, bands: int = 1
 ) -> bytes:
-    """Return a TIFF that Pillow doesn't write, of one grey band unless `bands` says otherwise. `kind`
-    is its SampleFormat, `layout` its PlanarConfiguration."""
+    """Return a TIFF that Pillow doesn't write, of one grey band or of three colours, one after the
+    other. `kind` is its SampleFormat."""
     height, width = shape
     tags = {
-        256: width, 257: height, 258: bits, 259: 1, 262: photometric, 273: 8, 277: bands, 278: height,
-        279: len(content), 284: layout, 338: 0, 339: kind,
+        256: width, 257: height, 258: bits, 259: 1, 262: 1 + (bands > 1), 273: 8, 277: bands,
+        278: height, 279: len(content), 284: 1 + (bands > 1), 339: kind,
     }  # fmt: skip
-    if bands <= 3:
-        del tags[338]
     header = struct.pack("<2sHI", b"II", 42, 8 + len(content))
     entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
     return header + content + struct.pack("<H", len(tags)) + entries + bytes(4)
@@ -118,9 +104,7 @@ def build_tiff(
     ("values", "value_range"),
     [
         ((RAMP.astype(np.int16) - 1024), (-1024, 3071)),
-        ((RAMP.astype(np.int32) * 10), (0, 65534)),
         ((RAMP.astype(np.uint32) * 2**20), (0, 4095 * 2**20)),
-        ((RAMP / 4095).astype(np.float32), (0, 1)),
         ((RAMP / 4095 * 30 + 280).astype(np.float32), (280, 310)),
     ],
 )
@@ -158,16 +142,10 @@ def test_colours_of_sixteen_bits_keep_all_of_them(tmp_path: Path, suffix: str) -
     np.testing.assert_array_equal(scale(dataset), EIGHT_BITS)
 
 
-@pytest.mark.parametrize(("bits", "bands", "layout"), [(16, 5, 1), (16, 3, 2)])
-def test_bands_that_are_no_colours_are_refused(
-    tmp_path: Path, bits: int, bands: int, layout: int
-) -> None:
-    content = bytes(8 * 8 * bands * bits // 8)
-    tiff = build_tiff(content, (8, 8), bits=bits, photometric=2, bands=bands, layout=layout)
+def test_bands_of_sixteen_bits_that_lie_one_after_the_other_are_refused(tmp_path: Path) -> None:
+    tiff = build_tiff(bytes(8 * 8 * 3 * 2), (8, 8), bits=16, bands=3)
     (tmp_path / "a.tif").write_bytes(tiff)
-    with pytest.raises(
-        ValueError, match=r"its bands of 16 bits lie one after the other|is not one of AVIF"
-    ):
+    with pytest.raises(ValueError, match="bands of 16 bits lie one after the other"):
         read_image(tmp_path / "a.tif")
 
 

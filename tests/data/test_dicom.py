@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vit.data import dicom, images
-from vit.data.images import DeepImage, is_image_name, read_image
+from vit.data.images import DeepImage, read_image
 from vit.data.preprocess import Preprocess
 
 pydicom = pytest.importorskip("pydicom")
@@ -81,26 +80,6 @@ def test_monochrome1_is_white_at_zero(tmp_path: Path) -> None:
     path = write(tmp_path / "a.dcm", STORED, PhotometricInterpretation="MONOCHROME1")
     plain = write(tmp_path / "b.dcm", STORED)
     np.testing.assert_array_equal(scale(path, (0, 4095)), 255 - scale(plain, (0, 4095)))
-
-
-def test_colours_of_eight_bits(tmp_path: Path) -> None:
-    colours = np.random.default_rng(0).integers(0, 256, (16, 16, 3), dtype=np.uint8)
-    image = read_image(write(tmp_path / "a.dcm", colours))
-    np.testing.assert_array_equal(np.asarray(image), colours)
-    assert not isinstance(image, DeepImage)
-
-
-def test_without_the_package_the_way_to_read_them_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = write(tmp_path / "a" / "a.dcm", STORED)
-    for module in (dicom, images):
-        monkeypatch.setattr(module, "has_dicom", lambda: False)
-    assert not is_image_name("a.dcm")
-    with pytest.raises(
-        ValueError, match=r"it is DICOM; pip install '\.\[dicom\]' in the clone of vit"
-    ):
-        read_image(path)
 
 
 def test_damaged_files_are_named(tmp_path: Path) -> None:

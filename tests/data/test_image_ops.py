@@ -70,12 +70,3 @@ def test_resized_crop_equals_torchvisions_antialiased_bilinear(size: tuple[int, 
     )
     got = crop.resized_crop(images.permute(0, 2, 3, 1).contiguous(), boxes.float(), size)
     torch.testing.assert_close(got, expected, atol=2e-3, rtol=0)
-
-
-def test_outside_boxes_is_the_complement_of_the_box_even_over_the_edge() -> None:
-    boxes = torch.tensor([[1, 2, 4, 3], [-2, -1, 2, 2], [5, 3, 9, 9], [3, 3, 3, 3]])
-    got = crop.outside_boxes(boxes, (5, 7))
-    for b, (left, top, right, bottom) in enumerate(boxes.tolist()):
-        for y in range(5):
-            for x in range(7):
-                assert got[b, 0, y, x] == (not (left <= x < right and top <= y < bottom))

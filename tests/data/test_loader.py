@@ -25,7 +25,6 @@ from vit.data.loader import Batch, TrainLoader, fits_in_memory
 from vit.data.open import open_dataset
 from vit.data.preprocess import Preprocess
 from vit.data.random import StatelessRandom
-from vit.data.sources.base import FileReader
 
 MakeFolder = Callable[..., Path]
 PREPROCESS = Preprocess((12, 10))
@@ -136,13 +135,6 @@ def test_a_smaller_image_size_is_the_antialiased_reduction(dataset: ImageDataset
     torch.testing.assert_close(small.images, expected, atol=1e-4, rtol=0)
 
 
-def test_batches_do_not_share_memory_with_the_decoded_images(dataset: ImageDataset) -> None:
-    before = np.array(dataset.pixels)
-    for batch in make(dataset).epoch(0):
-        batch.images.zero_()
-    np.testing.assert_array_equal(dataset.pixels, before)
-
-
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
@@ -154,7 +146,6 @@ def test_batches_do_not_share_memory_with_the_decoded_images(dataset: ImageDatas
             {"batch_size": 6, "world_size": 2, "augment": FULL},
             "batch_size 6 must be a multiple of 4",
         ),
-        ({"batch_size": 61}, "batch_size 61 must be .* at most the 60 images"),
     ],
 )
 def test_mistakes_get_a_sentence(
@@ -175,7 +166,6 @@ def test_mistakes_get_a_sentence(
         (FULL, 2, "fork"),
         pytest.param(GEOMETRY, 1, "spawn", marks=pytest.mark.extended),
     ],
-    ids=["plain", "geometry", "full", "spawned"],
 )
 def test_any_number_of_workers_gives_the_same_batches(
     damaged: ImageDataset,
@@ -196,20 +186,6 @@ def test_any_number_of_workers_gives_the_same_batches(
     for epoch in range(3):
         assert_same(found[0][epoch], found[1][epoch])
     assert said[0] == said[1] != []
-
-
-def test_resuming_decodes_only_what_is_left(
-    files: ImageDataset, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    decoded, original = list[str](), FileReader.image
-
-    def recording(self: FileReader, index: int, **options: Any) -> Any:
-        decoded.append(self.names[index])
-        return original(self, index, **options)
-
-    monkeypatch.setattr(FileReader, "image", recording)
-    (last,) = read(make(files), 0, start_step=2)
-    assert sorted(decoded) == sorted(files.ids[index] for index in last.sample_ids)
 
 
 @pytest.mark.parametrize("workers", [0, 1])

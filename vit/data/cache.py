@@ -114,8 +114,9 @@ def decode_dataset(
         index = read_arrays(folder / "index.npz")
         # copy-on-write: torch can use the memory, and the file can't be changed through it
         pixels = np.memmap(folder / "images.u8", dtype=np.uint8, mode="c", shape=shape)
-        # the age of the folder counts from here
-        os.utime(folder)
+        # the age of the folder counts from here; the cache may be another user's
+        with suppress(OSError):
+            os.utime(folder)
         return {**index, "pixels": pixels[: len(index["readable"])]}
 
     # who waits for the lock finds what another process has built meanwhile

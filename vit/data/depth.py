@@ -10,6 +10,15 @@ _BITS_PER_SAMPLE = 258
 _SAMPLE_FORMAT = 339
 # rows that are scaled at once: float64 takes much memory
 _ROWS = 256
+# a small file may hold very many pixels
+_MAX_PIXELS = 100_000_000
+
+
+def check_size(size: tuple[int, int]) -> None:
+    """Raise ValueError if an image of this width and height would take too much memory."""
+    if size[0] * size[1] > _MAX_PIXELS:
+        text = f"it has {size[0]:,} x {size[1]:,} pixels, more than {_MAX_PIXELS:,}"
+        raise ValueError(f"{text}; reduce or divide it")
 
 
 class DeepImage(Image.Image):

@@ -1,14 +1,13 @@
 """DICOM files, which the package pydicom reads (the extra "dicom")."""
 
 import importlib.util
-from collections.abc import Callable
 from functools import cache
 from typing import BinaryIO
 
 import numpy as np
 from PIL import Image
 
-from vit.data.depth import DeepImage
+from vit.data.depth import DeepImage, check_size
 
 DICOM_SUFFIX = ".dcm"
 DICOM_HINT = "pip install '.[dicom]' in the clone of vit reads .dcm"
@@ -28,16 +27,12 @@ def is_dicom(file: BinaryIO) -> bool:
     return is_marked
 
 
-def read_dicom(file: BinaryIO, check_size: Callable[[tuple[int, int]], None]) -> Image.Image:
+def read_dicom(file: BinaryIO) -> Image.Image:
     """Read the first frame, with its rescale slope and intercept, clipped to its first window.
 
-    Args:
-        file: The opened file.
-        check_size: Function that raises ValueError for a (width, height) that is too large.
-
     Raises:
-        ValueError: pydicom is missing, or colours have more than 8 bits. For broken bytes, pydicom
-            and its decoders raise errors of nearly any type.
+        ValueError: pydicom is missing, the image is too large, or colours have more than 8 bits.
+            For broken bytes, pydicom and its decoders raise errors of nearly any type.
     """
     if not has_dicom():
         raise ValueError(f"it is DICOM; {DICOM_HINT}")

@@ -13,7 +13,7 @@ import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from vit.data.depth import DeepImage as DeepImage
-from vit.data.depth import is_deep, read_deep
+from vit.data.depth import check_size, is_deep, read_deep
 from vit.data.dicom import DICOM_SUFFIX, has_dicom, is_dicom, read_dicom
 from vit.data.python_images import convert_pixels, iterate_images
 from vit.runtime.drive import DRIVE_ERRORS, report_drive
@@ -38,8 +38,6 @@ _SYSTEM_FOLDERS = (
     *("@eadir", "@recycle", "@tmp", "@thumb", "#recycle", "#snapshot", "$recycle.bin", "__macosx"),
     *("__pycache__", "lost+found", "recycler", "system volume information", "thumbnails"),
 )
-# a small file may hold very many pixels
-_MAX_PIXELS = 100_000_000
 
 
 @cache
@@ -93,7 +91,7 @@ def read_image(
             raise ValueError(f"{file} {text}") from error
     try:
         if is_dicom(file):
-            return read_dicom(file, check_size)
+            return read_dicom(file)
         with Image.open(file, formats=IMAGE_FORMATS[: None if has_heif() else -1]) as image:
             check_size(image.size)
             if draft_side is not None:
@@ -115,13 +113,6 @@ def read_image(
         # for broken bytes, the decoders raise errors of nearly any type
         text = " ".join(re.sub(r" object at 0x[0-9a-f]+", "", str(error)).split())
         raise ValueError(f"{name}{UNREADABLE}{text or type(error).__name__}") from error
-
-
-def check_size(size: tuple[int, int]) -> None:
-    """Raise ValueError if an image of this width and height would take too much memory."""
-    if size[0] * size[1] > _MAX_PIXELS:
-        text = f"it has {size[0]:,} x {size[1]:,} pixels, more than {_MAX_PIXELS:,}"
-        raise ValueError(f"{text}; reduce or divide it")
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
