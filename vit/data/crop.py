@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int64, UInt8
 from torch import Tensor
@@ -49,7 +50,8 @@ class Crop:
         boxes = None
         if self.scale is not None:
             height, width = stored_size
-            boxes = self.place(self.sample_places(rng), stored_size, shape=width / height)
+            places = self.sample_places(rng).numpy()
+            boxes = torch.from_numpy(self.place(places, stored_size, shape=width / height)).float()
         # without padding they are 0, and the crop is the centre
         below = 2 * self.padding + 1
         shifts = [rng.integers(f"crop {axis}", below=below) - self.padding for axis in "yx"]
@@ -59,33 +61,35 @@ class Crop:
         """Sample area, aspect, horizontal and vertical place of random crops, each from 0 to 1."""
         return torch.stack([rng.uniform(f"crop {name}") for name in ("area", "aspect", "x", "y")])
 
-    def place(
-        self, places: Float[Tensor, "4 B"], size: tuple[int, int], *, shape: float
-    ) -> Float[Tensor, "B 4"]:
+    def place(self, places: np.ndarray, size: tuple[int, int], *, shape: float) -> np.ndarray:
         """Compute random crops of whole pixels.
 
         Args:
-            places: See `sample_places`.
+            places: See `sample_places`, [4, B].
             size: Height and width of the images.
             shape: Width / height of the model's input.
+
+        Returns:
+            Left, top, right and bottom of each crop, float64 [B, 4].
         """
         assert self.scale is not None
         height, width = size
         low, high = self.scale
         # in float64: the boxes are rounded to whole pixels, the same on every machine
-        area, aspect, x, y = places.double()
+        area, aspect, x, y = places.astype(np.float64)
         areas = height * width * (low + (high - low) * area)
         log_low, log_high = (math.log(aspect * shape) for aspect in CROP_ASPECTS)
-        aspects = torch.exp(log_low + (log_high - log_low) * aspect)
-        box_width = (areas * aspects).sqrt().clamp(max=width)
-        box_height = (areas / aspects).sqrt().clamp(max=height)
+        aspects = np.exp(log_low + (log_high - log_low) * aspect)
+        box_width = np.minimum(np.sqrt(areas * aspects), width)
+        box_height = np.minimum(np.sqrt(areas / aspects), height)
         # an image in another shape than the input's isn't distorted any further
         widest, highest = box_height * math.exp(log_high), box_width / math.exp(log_low)
-        box_width = box_width.minimum(widest).round().clamp(min=1)
-        box_height = box_height.minimum(highest).round().clamp(min=1)
-        left = (x * (width - box_width + 1)).floor()
-        top = (y * (height - box_height + 1)).floor()
-        return torch.stack([left, top, left + box_width, top + box_height], dim=1).float()
+        box_width = np.maximum(np.rint(np.minimum(box_width, widest)), 1)
+        box_height = np.maximum(np.rint(np.minimum(box_height, highest)), 1)
+        left = np.floor(x * (width - box_width + 1))
+        top = np.floor(y * (height - box_height + 1))
+        boxes: np.ndarray = np.stack([left, top, left + box_width, top + box_height], axis=-1)
+        return boxes
 
     def sample_flips(self, rng: StatelessRandom) -> Bool[Tensor, " B"]:
         """Sample which images are flipped."""

@@ -139,8 +139,8 @@ class Decoder(Dataset[Decoded]):
         """Cut out the random part, and resize it, bilinear and antialiased."""
         height, width = self._size
         full_size = image.height, image.width
-        boxes = self.crop.place(torch.tensor(places)[:, None], full_size, shape=width / height)
-        left, top, right, bottom = boxes[0].int().tolist()
+        box = self.crop.place(np.array(places), full_size, shape=width / height)
+        left, top, right, bottom = map(int, box)
         part = image.crop((left, top, right, bottom))
         return part.resize((width, height), Image.Resampling.BILINEAR)
 
