@@ -34,6 +34,7 @@ class _Findings:
         attention: Its attention layers.
         refusal: Why maps of its attention are refused.
         has_positions: True if its attention gets the positions of all patches.
+        signs: The mixture of the logits that measures the pooling, 1 or -1, [C].
         pooled: Which of the tokens that leave the last block and the modules after it are pooled.
         first_averaged: First token of a mean that is pooled; -1 without a mean.
         checked: Description of the model and the images for which maps have passed the checks.
@@ -42,6 +43,7 @@ class _Findings:
     attention: Discovered | None = None
     refusal: str = ""
     has_positions: bool | None = None
+    signs: Tensor | None = None
     pooled: int | None = None
     first_averaged: int | None = None
     checked: list[Any] | None = None
