@@ -86,3 +86,6 @@ def test_a_planted_training_image_is_found(
     other = find_overlap(bundle, images, is_correct=np.ones(len(images), dtype=bool))
     assert other is not None
     assert other.exact == 0
+    # a training that decoded its images batch by batch has no hashes: nothing is decoded to look
+    unknown = replace(bundle, training_hashes=None)
+    assert find_overlap(unknown, images, is_correct=np.ones(len(images), dtype=bool)) is None

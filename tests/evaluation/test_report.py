@@ -123,6 +123,8 @@ def test_duplicates_name_the_metric_of_their_kind(case: EvaluationResult, text: 
     assert f"{name} without them 50 %" in text
     (warning,) = [each for each in case.evaluation.list_warnings() if "in training" in each]
     assert "of the images are right with them and 50 % without" in warning
+    unknown = case.evaluation.model_copy(update={"duplicates_of_training": None})
+    assert "not known: the model file holds no hashes" in build(replace(case, evaluation=unknown))
 
 
 def test_a_model_without_maps_has_a_report_that_says_so(case: EvaluationResult) -> None:
