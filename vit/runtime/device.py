@@ -213,7 +213,7 @@ def copy_to_device(values: T, device: torch.device) -> T:
     packed = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
 
     def unpack(packed: Tensor) -> Iterator[Tensor]:
-        for tensor, part in zip(tensors, packed.split(sizes), strict=True):
+        for tensor, part in zip(tensors, torch.split(packed, sizes), strict=True):
             yield part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
     for tensor, part in zip(tensors, unpack(packed), strict=True):
