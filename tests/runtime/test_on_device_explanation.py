@@ -44,7 +44,7 @@ SETTINGS = {
         "num_tested": None,
         "num_attended": 9,
         "methods": ("rollout", "removal-gradient"),
-        "map_options": {"start_layer": 1},
+        "map_options": {"head_fusion": "max", "discard_ratio": 0.5},
         "batch_size": 2,
     },
 }

@@ -63,7 +63,7 @@ def explain(
             explained itself, such as `lambda logits: logits[:, 3]`. For a model
             with one output, "auto" is this output. A list or a tensor has a
             class for each image.
-        map_options: Options of the methods, such as {"start_layer": 6}.
+        map_options: Options of the methods, such as {"head_fusion": "max"}.
             None: their defaults.
         checks: Test every map: are its patches important for the prediction?
             None: those of the first 16 images.

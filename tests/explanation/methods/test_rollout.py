@@ -1,5 +1,6 @@
 """Rollout against matrix products written separately, and cases solved by hand."""
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -34,6 +35,16 @@ def test_equals_the_published_formula_in_float64() -> None:
     assert (attention_rollout(attentions).double() - expected).abs().max() < 1e-6
 
 
+@pytest.mark.parametrize("head_fusion", ["mean", "max", "min"])
+@pytest.mark.parametrize("discard_ratio", [0.0, 0.5, 0.99])
+def test_rows_sum_to_one_whatever_the_options(head_fusion: str, discard_ratio: float) -> None:
+    rollout = attention_rollout(
+        random_attention(), head_fusion=head_fusion, discard_ratio=discard_ratio
+    )
+    assert (rollout.sum(dim=-1) - 1).abs().max() < 1e-5
+    assert (rollout >= 0).all()
+
+
 def test_start_layer_leaves_the_layers_before_it_out() -> None:
     attentions = random_attention()
     assert torch.equal(
@@ -41,14 +52,19 @@ def test_start_layer_leaves_the_layers_before_it_out() -> None:
     )
 
 
-def test_pool_weights_take_their_row_of_the_whole_matrix() -> None:
+@pytest.mark.parametrize(
+    ("head_fusion", "discard_ratio"), [("mean", 0.0), ("mean", 0.5), ("max", 0.0)]
+)
+def test_pool_weights_take_their_row_of_the_whole_matrix(
+    head_fusion: str, discard_ratio: float
+) -> None:
     attentions = random_attention()
     pool_weights = torch.rand(2, 10, generator=torch.Generator().manual_seed(1))
-    whole = attention_rollout(attentions)
-    assert (whole.sum(dim=-1) - 1).abs().max() < 1e-5
-    row = attention_rollout(attentions, pool_weights=pool_weights)
+    options = {"head_fusion": head_fusion, "discard_ratio": discard_ratio}
+    expected = torch.einsum("bi,bij->bj", pool_weights, attention_rollout(attentions, **options))
+    row = attention_rollout(attentions, pool_weights=pool_weights, **options)
     assert row.shape == (2, 10)
-    assert (row - torch.einsum("bi,bij->bj", pool_weights, whole)).abs().max() < 1e-6
+    assert (row - expected).abs().max() < 1e-6
 
 
 def test_half_precision_is_accumulated_in_float32() -> None:
@@ -58,10 +74,55 @@ def test_half_precision_is_accumulated_in_float32() -> None:
     assert (half - attention_rollout(attentions)).abs().max() < 2e-3
 
 
+def test_discarding_spares_the_first_entry_alone() -> None:
+    attention = torch.arange(25.0).reshape(1, 1, 5, 5) / 300
+    attention[0, 0, 0, 0] = 1e-3
+    rollout = attention_rollout([attention], discard_ratio=0.48)  # 12 of 25
+    # the rest of these rows is discarded, and the share of the own token is left
+    assert torch.equal(rollout[0, 0], torch.eye(5)[0])
+    assert torch.equal(rollout[0, 1], torch.eye(5)[1])
+    assert torch.equal(rollout[0, 2] > 0, torch.tensor([False, False, True, True, True]))
+
+
 @pytest.mark.parametrize(
-    ("count", "start_layer", "message"),
-    [(4, 4, "start_layer 4 is outside 0 to 3"), (0, 0, "at least one layer")],
+    ("options", "message"),
+    [
+        ({"head_fusion": "median"}, "unknown head_fusion 'median'; known: max, mean, min"),
+        ({"discard_ratio": 1.0}, r"discard_ratio 1.0 is outside \[0, 1\)"),
+        ({"start_layer": 4}, "start_layer 4 is outside 0 to 3"),
+    ],
 )
-def test_a_rollout_of_no_layers_is_refused(count: int, start_layer: int, message: str) -> None:
+def test_options_outside_their_range_are_named(options: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        attention_rollout(random_attention(count), start_layer=start_layer)
+        attention_rollout(random_attention(), **options)
+    with pytest.raises(ValueError, match="at least one layer"):
+        attention_rollout([])
+
+
+def their_rollout(matrices: list[np.ndarray], *, discard_ratio: float) -> np.ndarray:
+    """The program vit-explain (Gildenblat 2020), written from its description, but for its
+    division: it has no `keepdims`, and divides columns by the sums of rows."""
+    result = np.eye(len(matrices[0]))
+    for matrix in matrices:
+        flat = matrix.ravel().copy()
+        lowest = np.argsort(flat, kind="stable")[: int(len(flat) * discard_ratio)]
+        flat[lowest[lowest != 0]] = 0
+        mixed = (flat.reshape(matrix.shape) + np.eye(len(matrix))) / 2
+        result = (mixed / mixed.sum(axis=-1, keepdims=True)) @ result
+    return result[0, 1:] / result[0, 1:].max()
+
+
+@pytest.mark.parametrize("head_fusion", ["mean", "max", "min"])
+@pytest.mark.parametrize("discard_ratio", [0.0, 0.5, 0.9])
+def test_rollout_is_vit_explains_with_rows_divided(head_fusion: str, discard_ratio: float) -> None:
+    attentions = random_attention()
+    found = attention_rollout(attentions, head_fusion=head_fusion, discard_ratio=discard_ratio)
+    for image in range(2):
+        fused = [
+            getattr(np, head_fusion)(attention[image].double().numpy(), axis=0)
+            for attention in attentions
+        ]
+        row = found[image, 0, 1:].numpy()
+        row = row / row.max()
+        expected = their_rollout(fused, discard_ratio=discard_ratio)
+        assert np.abs(row - expected).max() < 1e-6
