@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 RUN ?= runs/digits
 
-.PHONY: demo test chaos extended oldest oldest-constraints lint docs notebooks results soak fuzz wheels clean
+.PHONY: demo test chaos extended oldest oldest-constraints lint docs notebooks results soak wheels clean
 
 demo: $(VENV)/.installed
 	@echo "1. The model of the package answers for four photos. It knows no crocodiles:"
@@ -72,10 +72,6 @@ results: $(VENV)/.installed
 # Minutes to an hour: the long kill test, full-size presets, memory limits
 soak: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m slow
-
-# 20,000 cases of bad input, in at most 20 minutes; the result goes to benchmarks/results
-fuzz: $(VENV)/.installed-dev
-	$(BIN)/python -m tests.fuzz.fuzzer --cases 20000 --seconds 1200 --output benchmarks/results
 
 # What a GPU machine without a network needs for benchmarks/gpu_day.sh, in wheels/: packages for its Python, the project, and
 # the name of the commit

@@ -11,6 +11,7 @@ from vit.deploy.export.onnx_file import PROGRAM, convert_to_onnx
 from vit.deploy.export.python_formats import convert_to_folder, write_folder
 from vit.model.modules import load_timm
 from vit.model.vision_transformer import VisionTransformer
+from vit.runtime.arguments import check_choice
 from vit.runtime.files import check_output, expand_home, open_output, write_atomically
 from vit.runtime.progress import show_progress
 
@@ -45,6 +46,7 @@ def export_model(
         >>> path = vit.export_model("runs/digits", output="runs/digits-onnx")
         >>> path.name  # model.onnx
     """
+    check_choice(format, ("onnx", "timm", "huggingface"), name="format")
     if attention and format != "onnx":
         raise ValueError(f"--attention is an option of --format onnx, not of {format}")
     bundle = open_model(model, device="cpu")
