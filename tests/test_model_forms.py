@@ -348,7 +348,10 @@ def test_no_random_number_of_the_caller_changes(
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"model": nn.Linear(2, 2)}, r"which is not run; save model\.state_dict\(\) alone"),
+        (
+            {"model": nn.Linear(2, 2)},
+            r"more than tensors and plain values; save model\.state_dict\(\) alone",
+        ),
         ({"state_dict": {"weight": torch.zeros(2)}}, r"vit\.load_bundle\(path, model=…\)"),
         ({"epoch": 3}, "has no tensors by name"),
     ],

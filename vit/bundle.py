@@ -17,7 +17,6 @@ from vit.data.open import RecordedImages
 from vit.data.preprocess import Preprocess
 from vit.data.splits import DatasetSplits
 from vit.model.averaged_model import AveragedModel
-from vit.model.find_file import MODEL_FILE as MODEL_FILE
 from vit.model.find_file import find_model
 from vit.model.logits import count_features
 from vit.model.model_file import Hashes, Likeness, ModelFile, hash_weights, write_model_file

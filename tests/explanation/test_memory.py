@@ -36,11 +36,13 @@ def measure_peak(cli: Launcher, *sizes: int, method: str = "rollout") -> float:
     return float(cli.finish(cli.start(method, *sizes, program=("-c", SCRIPT), env=environment)).out)
 
 
+@pytest.mark.extended
 def test_a_large_image_takes_less_than_its_attention(cli: Launcher) -> None:
     attention = 4 * 4 * 2 * 2305**2 / 2**20  # float32, layers, heads, tokens²: 324 MiB
     assert measure_peak(cli, 768, 128, 4, 2) < attention / 3
 
 
+@pytest.mark.extended
 def test_gae_at_1024_pixels_takes_a_few_query_rows(cli: Launcher) -> None:
     attention = 4 * 3 * 4097**2 / 2**20  # float32, heads, tokens² of one layer: 192 MiB
     assert measure_peak(cli, 1024, 48, 2, 3, method="gae") < attention

@@ -17,16 +17,16 @@ COMMANDS = [
     (["train", "klasse.zip"], "klasse.zip is an archive; unpack it and name the folder"),
     (
         ["train", "gepackt"],
-        "holds no images in folders of classes, but the archive klasse.zip; unpack it",
+        "holds no images in folders of classes; move them into a folder for each class",
     ),
     (
         ["train", "arbeit.pdf"],
-        "arbeit.pdf is a document; save its pictures as image files",
+        "arbeit.pdf is no configuration (.yaml), table or folder of images",
     ),
     (["train", "liste.xlsx"], "liste.xlsx is a spreadsheet; save the table as CSV"),
     (["train", "bilder.h5"], "bilder.h5 is no configuration (.yaml), table or folder of images"),
     (["train", "zebra.jpg"], "zebra.jpg is no configuration (.yaml), table or folder of images"),
-    (["train", "aussen"], "aussen/innen?)"),
+    (["train", "aussen"], "name the folder that holds the folders of classes"),
     (["train", "eine"], "fewer than two classes: 'Fisch'"),
     (
         ["train", "Meine Fotos (Klasse 9b)"],
@@ -43,16 +43,16 @@ COMMANDS = [
     (["audit", "klasse.zip", "--model", "imagenette"], "klasse.zip is an archive; unpack it"),
     (["evaluate", "imagenete"], "did you mean imagenette?"),
     (["evaluate", "laeufe"], "laeufe holds no model.safetensors"),
-    (["evaluate", "imagenette", "--data", "gepackt"], "but the archive klasse.zip; unpack it"),
+    (["evaluate", "imagenette", "--data", "gepackt"], "unpack their archive"),
     (["evaluate", "imagenette", "--data", "cifar11"], "did you mean cifar10?"),
     (["explain", "imagenette", "zebra.jgp"], "did you mean zebra.jpg?"),
-    (["explain", "imagenette", "arbeit.pdf"], "arbeit.pdf is a document"),
+    (["explain", "imagenette", "arbeit.pdf"], "arbeit.pdf can't be read as an image"),
     (["predict", "zebra.jpg", "imagenette"], "zebra.jpg is an image, not a model"),
     (["predict", "imagenette", "klasse.zip"], "klasse.zip is an archive; unpack it"),
     (["predict", "imagenette", "zebra.jgp"], "did you mean zebra.jpg?"),
     (
         ["predict", "imagenette", "gepackt"],
-        "gepackt holds no images, but the archive klasse.zip; unpack it",
+        "gepackt holds no images; check the path, and unpack archives in it",
     ),
     (["compare", "laeufe", "lauf"], "laeufe has no evaluation.json"),
     (["faithfulness", "klasse.zip"], "klasse.zip is an archive"),
@@ -138,7 +138,7 @@ def test_ten_unreadable_files_are_named_and_nothing_is_left(
         (tmp_path / "packed" / name).mkdir(parents=True)
         (tmp_path / "packed" / name / "photos.zip").touch()
     line = cli.fail("train", tmp_path / "packed", "--output", tmp_path / "run")
-    assert "cat holds no images, only .zip 1; unpack its archive there" in line
+    assert "cat holds no images, only .zip 1; remove it" in line
     assert not (tmp_path / "run").exists()
 
 

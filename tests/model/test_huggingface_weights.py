@@ -123,8 +123,8 @@ def change_config(**values: Any) -> Callable[[Path], None]:
 SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
     "shape": (change_shape, r"blocks\.0\.mlp\.fc1\.bias is \[255\] there"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "No such file"),
-    "pickle": (pickle_weights, "which is not run"),
-    "cut off": (cut_off, "can't be read"),
+    "pickle": (pickle_weights, "more than tensors and plain values"),
+    "cut off": (cut_off, "is damaged"),
     "another model": (change_config(model_type="swin"), "holds a swin, .*take timm:NAME"),
     "activation": (change_config(hidden_act="relu"), "unknown hidden_act in .*'relu'"),
     "heads": (change_config(num_attention_heads="four"), "not supported between"),

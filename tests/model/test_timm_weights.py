@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from functools import partial
 
 import huggingface_hub as hub
@@ -239,10 +240,14 @@ class TestFineTuning:
         torch.testing.assert_close(model(images), reference(images))
 
 
-def test_weights_that_cannot_be_downloaded_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", True)
+def test_weights_that_cannot_be_downloaded_are_refused_at_once(tmp_path, monkeypatch):
+    """The hub alone would try again for half a minute, or for minutes where nothing answers."""
+    monkeypatch.setattr(hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    before = time.monotonic()
     with pytest.raises(
         OSError, match=r"weights of 'vit_tiny_patch16_224' cannot be downloaded .*give its path"
     ):
         create_timm("vit_tiny_patch16_224")
+    assert time.monotonic() - before < 8
+    assert not hub.constants.HF_HUB_OFFLINE

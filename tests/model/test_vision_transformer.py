@@ -93,9 +93,9 @@ class TestGeometry:
             ({"img_size": 3}, "img_size 3 is not a multiple of patch_size 4; try 4"),
             (
                 {"img_size": (8, 8, 8)},
-                r"img_size \(8, 8, 8\) is neither a positive number nor two of them",
+                r"img_size \(8, 8, 8\) is neither a number from 1 to 16,384 nor two",
             ),
-            ({"patch_size": 0}, "patch_size 0 is neither a positive number"),
+            ({"patch_size": 0}, "patch_size 0 is neither a number from 1"),
             ({"num_heads": 5}, "num_heads 5 does not divide embed_dim 32"),
             (
                 {"global_pool": "mean"},

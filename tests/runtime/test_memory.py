@@ -22,6 +22,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator")
 def test_kept_memory_is_not_faulted_in_again(cli: Launcher) -> None:
     faults = cli.finish(cli.start(program=("-c", _COUNT_FAULTS))).out

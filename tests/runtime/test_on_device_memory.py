@@ -61,6 +61,7 @@ def run_step(step: TrainStep, seed: int) -> None:
     step(*draw_batch(seed))
 
 
+@pytest.mark.extended
 def test_a_step_that_does_not_fit_is_repeated_in_halves_and_each_is_said(
     npu: Counter, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 holds what it says."""
 
 import numpy as np
+import pytest
 import torch
 from sklearn.metrics import average_precision_score
 
@@ -54,6 +55,7 @@ def test_bursts_overstate_unless_they_are_groups() -> None:
     assert len(set(zip(bursts.tolist(), folds.tolist(), strict=True))) == 40
 
 
+@pytest.mark.extended
 def test_labels_are_predicted_by_probes_of_the_other_folds() -> None:
     """Groups whose features are their own: what a label is can't be told of another group."""
     rng = np.random.default_rng(0)

@@ -37,6 +37,7 @@ def build(root: Path, *overrides: str, pretrained: Preprocess | None = None) -> 
     )
 
 
+@pytest.mark.extended
 def test_pretrained_weights_bring_crop_interpolation_and_normalisation(root: Path) -> None:
     data = build(root, "model.init=timm:x", pretrained=PRETRAINED)
     assert data.preprocess == Preprocess(

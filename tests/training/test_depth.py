@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from PIL import Image
 from safetensors.numpy import load_file
 from sklearn.datasets import load_digits
@@ -36,6 +37,7 @@ def train(folder: Path, output: Path, **data: Any) -> Path:
     return output
 
 
+@pytest.mark.extended
 def test_a_copy_of_twelve_bits_trains_to_the_same_weights(tmp_path: Path) -> None:
     runs = [
         train(write_digits(tmp_path / str(top), top=top), tmp_path / f"run{top}")

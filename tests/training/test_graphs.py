@@ -92,6 +92,7 @@ def test_a_step_reads_no_value_and_does_what_the_one_before_did(name: str) -> No
 
 
 # Muon with an average and mixed images; AdamW with clipping; Muon alone
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "name",
     [

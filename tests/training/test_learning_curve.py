@@ -4,6 +4,7 @@ twice as many, and there is none where it can't tell."""
 from typing import Any
 
 import numpy as np
+import pytest
 from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
@@ -31,6 +32,7 @@ class GaussianClasses:
         return self.centres[labels] + self.rng.normal(size=(len(labels), 64)), labels
 
 
+@pytest.mark.extended
 def test_the_forecast_holds_what_twice_as_many_images_give() -> None:
     num_draws = 12
     num_covered = 0

@@ -78,6 +78,7 @@ def test_gradients_that_overflow_change_nothing_but_the_factor(optimizer):
 OVERRIDES = ["train.precision=float16", "train.checkpoint_every_steps=4"]
 
 
+@pytest.mark.extended
 def test_a_killed_run_is_resumed_to_the_same_bits_with_its_factor(
     make_run: MakeRun, tmp_path: Path
 ) -> None:

@@ -111,6 +111,7 @@ def test_a_stopped_run_ends_with_the_same_bytes(run: Any, tmp_path: Path) -> Non
     assert resumed.model_path.read_bytes() == run.model_path.read_bytes()
 
 
+@pytest.mark.extended
 def test_pretrained_features_get_a_probe_of_each_label(run: Any, tmp_path: Path) -> None:
     """The run's own model is the pretrained one. Fine-tuning after the probe goes on from it."""
     weights = run.directory / "model.safetensors"

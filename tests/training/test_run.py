@@ -8,6 +8,7 @@ import pytest
 from tests.conftest import TINY_RUN, Launcher, change_metadata
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_the_best_model_is_chosen_by_the_reports_numbers(
     cli: Launcher, empty_yaml: Path, tmp_path: Path, precision: str

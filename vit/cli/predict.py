@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import typer
 
-from vit.model.find_file import is_model_name
+from vit.model.find_file import find_model, is_model_name
 from vit.runtime.command import Call, Command
 from vit.runtime.console import echo
 from vit.runtime.places import explain_file, suggest
@@ -46,6 +46,8 @@ def predict(
         sys.stdout.reconfigure(encoding="utf-8", errors="surrogateescape")
     model, images = take_models(call.keywords["model"], images)
     if not images:
+        # raises an error that says more if it is none
+        find_model(call.keywords["model"])
         raise ValueError(f"{call.keywords['model']} is a model; name images after it")
     check_images(images)
     keywords = {**call.keywords, "model": model}

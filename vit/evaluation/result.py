@@ -14,13 +14,14 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from vit.bundle import MODEL_FILE, Bundle
+from vit.bundle import Bundle
 from vit.data.dataset import printable
 from vit.evaluation.images import EvaluationSet, TrainTestOverlap
 from vit.evaluation.intervals import Interval
 from vit.evaluation.metrics import ClassMetrics, Scores
 from vit.evaluation.predictions import save_predictions
 from vit.evaluation.subgroups import Subgroup
+from vit.model.find_file import MODEL_FILE
 from vit.prediction.conformal import SetMetrics
 from vit.prediction.probabilities import Bools, Float32s, chunk_rows
 from vit.runtime.documents import escape_formula

@@ -14,6 +14,7 @@ from vit.explanation.explainer import Explainer
 from vit.explanation.gallery.gallery import MAX_IMAGES
 from vit.explanation.items import find_items
 from vit.explanation.methods.maps import compute_maps
+from vit.explanation.methods.registry import list_methods
 from vit.explanation.records import MAX_SHEET_IMAGES, Explanations
 from vit.explanation.targets import TargetLike, describe_target
 from vit.explanation.writer import MapWriter
@@ -149,7 +150,7 @@ def _choose_auto(bundle: Bundle, num_images: int) -> tuple[str, ...]:
     """Choose the methods for "auto"."""
     reader = open_reader(bundle)
     if not reader.has_attention:
-        return ("grad-cam",)
+        return tuple(list_methods(reader))
     # a model without a classifier has no evidence for a class
     if num_images > _MAX_AUTO_IMAGES or not bundle.class_names:
         return ("rollout",)

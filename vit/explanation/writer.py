@@ -18,7 +18,14 @@ from vit.explanation.gallery.gallery import MAX_IMAGES, describe_card, write_gal
 from vit.explanation.records import MAX_SHEET_IMAGES, ImageResult, MapResult
 from vit.explanation.render.overlay import draw_overlay
 from vit.runtime.arguments import check_choice
-from vit.runtime.files import format_json, open_output, write_arrays, write_atomically
+from vit.runtime.files import (
+    check_output,
+    expand_home,
+    format_json,
+    open_output,
+    write_arrays,
+    write_atomically,
+)
 from vit.runtime.version import collect_versions
 
 SCHEMA_VERSION = 7
@@ -54,7 +61,9 @@ class MapWriter:
     ) -> None:
         for name in formats:
             check_choice(name, _FORMATS, name="--format")
-        self._output = open_output(output, overwrite=overwrite)
+        self._place = expand_home(output)
+        self._overwrite = overwrite
+        check_output(self._place, overwrite=overwrite)
         self._bundle = bundle
         self._parameters = parameters
         self._formats = formats
@@ -65,6 +74,9 @@ class MapWriter:
 
     def add(self, images: Sequence[ImageResult]) -> None:
         """Add a batch, and write its pictures."""
+        if not self._entries:
+            # not earlier, so that a command that can read no image leaves nothing
+            open_output(self._place, overwrite=self._overwrite)
         # Pillow draws and compresses outside of Python's lock
         maps = [(image, result) for image in images for result in image.maps]
         with ThreadPoolExecutor() as pool:
@@ -83,11 +95,11 @@ class MapWriter:
             unreadable: Path and reason for each image that could not be read.
         """
         if "npz" in self._formats:
-            write_arrays(self._output / "maps.npz", dict(sorted(self._arrays.items())))
+            write_arrays(self._place / "maps.npz", dict(sorted(self._arrays.items())))
         if self._shown:
             from vit.explanation.render.figure import draw_sheet  # matplotlib takes half a second
 
-            _write_picture(self._output / SHEET_FILE, draw_sheet(self._shown))
+            _write_picture(self._place / SHEET_FILE, draw_sheet(self._shown))
         manifest = {
             "schema_version": SCHEMA_VERSION,
             "parameters": self._parameters,
@@ -99,9 +111,9 @@ class MapWriter:
             "images": sorted(self._entries, key=lambda entry: entry["path"]),
             "unreadable": [{"path": path, "reason": reason} for path, reason in unreadable],
         }
-        write_atomically(self._output / "manifest.json", format_json(manifest))
+        write_atomically(self._place / "manifest.json", format_json(manifest))
         if "html" in self._formats:
-            path = self._output / "gallery.html"
+            path = self._place / "gallery.html"
             write_gallery(path, self._bundle, self._cards, images=self._entries)
 
     def _draw(self, pair: tuple[ImageResult, MapResult]) -> None:
@@ -112,11 +124,11 @@ class MapWriter:
             picture = draw_overlay(
                 image.photo, result.values, image.geometry, signed=result.method.signed
             )
-            _write_picture(self._output / f"{result.key}.png", picture)
+            _write_picture(self._place / f"{result.key}.png", picture)
         for kind in {"svg", "pdf"} & set(self._formats):
             from vit.explanation.render.figure import save_figure  # see `finish`
 
-            save_figure(self._output / f"{result.key}.{kind}", image, result)
+            save_figure(self._place / f"{result.key}.{kind}", image, result)
 
 
 def _describe_image(image: ImageResult) -> dict[str, Any]:

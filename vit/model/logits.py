@@ -107,7 +107,11 @@ def compute_logits_and_features(
 
     seen: list[tuple[Tensor, Tensor]] = []
     classifier = _find_classifier(model)
-    assert classifier is not None, "count_features is 0"
+    if classifier is None:
+        raise ValueError(
+            f"{type(model).__name__} has no last linear layer, whose inputs are the features; take a"
+            " vision transformer of vit or timm"
+        )
     hook = classifier.register_forward_hook(
         lambda _, arguments, output: seen.append((arguments[0], at_least_float32(output)))
     )

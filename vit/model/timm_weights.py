@@ -1,7 +1,7 @@
 """Models of timm: built by name, and described as models of this project."""
 
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from vit.model.attention import NORM_EPS
 from vit.model.vision_transformer import Architecture
 from vit.model.weights import check_fit, infer_architecture
 from vit.runtime.arguments import Size, first_line
+from vit.runtime.hub import offline_if_unreachable
 from vit.runtime.places import suggest
 
 
@@ -25,12 +26,14 @@ def create_timm(name: str) -> nn.Module:
         ValueError: timm doesn't know the name, or can't load the model.
         OSError: The weights can't be downloaded.
     """
-    if Path(name).is_dir():
+    is_folder = Path(name).is_dir()
+    if is_folder:
         name = f"local-dir:{name}"
     elif not timm.is_model(name):
         raise ValueError(f"timm has no model {name!r}{suggest(name, timm.list_models())}")
     try:
-        module: nn.Module = timm.create_model(name, pretrained=True)
+        with nullcontext() if is_folder else offline_if_unreachable():
+            module: nn.Module = timm.create_model(name, pretrained=True)
     except OSError as error:
         raise OSError(
             f"the weights of {name!r} cannot be downloaded ({first_line(error)}); download their"

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from vit.bundle import MODEL_FILE, Bundle, build_bundle
+from vit.bundle import Bundle, build_bundle
 from vit.data.dataset import choose_evenly, printable
 from vit.evaluation.calibration import MIN_IMAGES, fit_temperature
 from vit.evaluation.metrics import score_logits
+from vit.model.find_file import MODEL_FILE
 from vit.model.logits import count_features
 from vit.model.model_file import Likeness, read_model_file, write_model_file
 from vit.prediction.conformal import COVERAGE, find_threshold

@@ -6,9 +6,10 @@ from pathlib import Path
 import numpy as np
 from torch import nn
 
-from vit.bundle import MODEL_FILE, MULTILABEL, Bundle
+from vit.bundle import MULTILABEL, Bundle
 from vit.config import values_to_save
 from vit.data.splits import write_splits
+from vit.model.find_file import MODEL_FILE
 from vit.model.model_file import write_model_file
 from vit.runtime.background_writer import BackgroundWriter
 from vit.runtime.processes import current_process

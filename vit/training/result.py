@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from vit.bundle import MODEL_FILE, Bundle, load_bundle
+from vit.bundle import Bundle, load_bundle
 from vit.data.splits import DatasetSplits
+from vit.model.find_file import MODEL_FILE
 from vit.runtime.metrics_file import METRICS_FILE, load_metrics
 
 

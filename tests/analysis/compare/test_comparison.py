@@ -57,6 +57,7 @@ def test_the_interval_holds_0_where_nothing_is_significant_and_the_difference_al
     assert (low, high) == pytest.approx((-0.0069, 0.0069), abs=1e-3)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("groups", "size", "correlation"), [(10, 10, 0.6), (30, 5, 0.5)])
 def test_equal_models_seldom_differ_on_groups(groups: int, size: int, correlation: float) -> None:
     """The shares of images on which one of two models is right vary between the groups."""
@@ -78,6 +79,7 @@ def test_equal_models_seldom_differ_on_groups(groups: int, size: int, correlatio
     assert num_naive > 50
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("true_difference", [0.0, 0.1])
 def test_intervals_cover_the_true_difference(true_difference: float) -> None:
     """Of 600 draws at 95 %, 93 % is what chance stays above in 99 of 100 repetitions."""

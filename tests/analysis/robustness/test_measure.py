@@ -28,6 +28,7 @@ def test_damage_grows_repeats_and_is_the_images_own(side: int) -> None:
         assert 0.3 < sizes[0] < sizes[-1], name
 
 
+@pytest.mark.extended
 def test_the_command_prints_what_is_measured(cli: Launcher, tiny_run: Path, tmp_path: Path) -> None:
     outcome = cli.succeed("robustness", tiny_run, "--output", tmp_path / "out")
     content = json.loads((tmp_path / "out" / "robustness.json").read_text())

@@ -176,6 +176,7 @@ def test_a_single_patch_that_decides_is_found_within_a_tile() -> None:
     assert count_agreeing(compare_all(maps, drops.roll(1, 0).reshape(60, 14, 14))) <= 0.05
 
 
+@pytest.mark.extended
 def test_a_map_that_misses_planted_evidence_is_not_supported(trained) -> None:
     """Maps with their maximum on the glyph, and the same maps moved by one patch."""
     with_glyph = trained.glyph >= 0

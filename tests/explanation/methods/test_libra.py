@@ -145,7 +145,7 @@ def test_a_function_that_is_written_out_is_complete(name: str) -> None:
 
 def test_outputs_of_a_softmax_are_refused() -> None:
     model, images = build("timm")
-    with pytest.raises(ValueError, match=r"ends in a softmax .* such as gae"):
+    with pytest.raises(ValueError, match=r"ends in a softmax.* such as gae"):
         compute_maps(nn.Sequential(model, nn.Softmax(-1)), images, methods=["libra-fullgrad"])
 
 

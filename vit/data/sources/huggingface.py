@@ -15,6 +15,7 @@ from vit.data.sources.remote import is_remote
 from vit.data.sources.shards import list_by_split
 from vit.runtime.arguments import first_line, shorten
 from vit.runtime.files import expand_home
+from vit.runtime.hub import offline_if_unreachable
 
 
 class Rows:
@@ -131,7 +132,10 @@ def _load(root: str, cache_dir: Path) -> dict[str, Any]:
     try:
         if root.startswith("hf:"):
             name, _, configuration = root.removeprefix("hf:").partition(":")
-            opened = datasets.load_dataset(name, configuration or None, cache_dir=str(cache_dir))
+            with offline_if_unreachable():
+                opened = datasets.load_dataset(
+                    name, configuration or None, cache_dir=str(cache_dir)
+                )
         elif parquet:
             opened = datasets.load_dataset(
                 "parquet", data_files=parquet, cache_dir=str(cache_dir), batch_size=1000

@@ -331,14 +331,21 @@ def _run_with_attention(
 def _run_without_attention(
     reader: ModelReader, images: Images, *, gradients: bool, verify: bool
 ) -> Forward:
-    """Run a classifier, and record its last feature map."""
-    if verify:
-        check_feature_map(reader.model, images[:1].detach())
-    with record_outputs(reader.model) as outputs:
+    """Run a classifier, and record its last feature map if maps are read from one."""
+    feature_map = None
+    if reader.source == "pixels":
         logits = compute_logits(reader.model, images)
+        places: Tensor | None = images.new_empty(
+            len(images), 0, *map(_split_side, images.shape[2:])
+        )
+    else:
+        if verify:
+            check_feature_map(reader.model, images[:1].detach())
+        with record_outputs(reader.model) as outputs:
+            logits = compute_logits(reader.model, images)
+        ((_, feature_map),) = outputs
+        places = order_channels(feature_map, images)
     _check_graph(reader.model, logits, gradients=gradients)
-    ((_, feature_map),) = outputs
-    places = order_channels(feature_map, images)
     assert places is not None
     rows, columns = places.shape[2:]
     # the mean over all places, as in global average pooling
@@ -355,6 +362,12 @@ def _run_without_attention(
         tokens=places.flatten(2).mT,
         feature_map=feature_map,
     )
+
+
+def _split_side(side: int) -> int:
+    """Choose the number of parts of a side of the image for maps of the pixels: 8 to 16 that divide
+    it, or 14."""
+    return next((number for number in range(16, 7, -1) if side % number == 0), min(14, side))
 
 
 def settle_source(reader: ModelReader, images: Images) -> None:

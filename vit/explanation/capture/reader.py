@@ -20,10 +20,14 @@ from vit.explanation.capture.discovery import (
 )
 from vit.explanation.capture.layers import AttentionLayer
 from vit.explanation.capture.tokens import Grid, draw_noise
+from vit.model.averaged_model import AveragedModel
 from vit.model.logits import compute_logits
 from vit.model.model_info import find_image_size, keep_mode, unwrap_model
 from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.tensors import Images
+
+# What maps of a model are read from.
+Source = Literal["attention", "feature map", "pixels"]
 
 
 @dataclass
@@ -102,6 +106,8 @@ class ModelReader:
         found = self.found
         if found.attention is None and not found.refusal:
             try:
+                if isinstance(self.model, AveragedModel):
+                    raise ValueError("an average of models has no attention of its own")
                 if self.image_size is None:
                     raise ValueError(
                         f"the size of the images of {type(self.model).__name__} is unknown; give "
@@ -123,10 +129,13 @@ class ModelReader:
             return False
 
     @property
-    def source(self) -> Literal["attention", "feature map"]:
+    def source(self) -> Source:
         """The source of maps of this model."""
         if self.has_attention:
             return "attention"
+        # models have no common feature map
+        if isinstance(self.model, AveragedModel):
+            return "pixels"
         return "feature map"
 
     def find_places(self) -> tuple[int, Grid]:

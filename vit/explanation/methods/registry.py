@@ -3,8 +3,9 @@
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
+from vit.explanation.capture.reader import ModelReader, Source
 from vit.explanation.methods.gradients import (
     compute_difference_x_gradient,
     compute_fullgrad_plus,
@@ -14,9 +15,6 @@ from vit.explanation.methods.gradients import (
 from vit.explanation.methods.removal import compute_removal_map
 from vit.explanation.methods.rollout import compute_rollout
 from vit.runtime.arguments import check_kind
-
-if TYPE_CHECKING:
-    from vit.explanation.capture.reader import ModelReader
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +31,8 @@ class Method:
         class_specific: True if maps depend on the class.
         signed: True if negative values are evidence against the class.
         models: Models that have such maps: those with "attention" that can be
-            read, or others with a "feature map".
+            read, others with a "feature map", and averages of models, of which
+            maps of the "pixels" are right.
         libra: True if gradients follow the rules of LibraGrad.
         parts: Names of methods. The map is the mean of theirs, each divided by
             its standard deviation over the patches.
@@ -47,7 +46,7 @@ class Method:
     compute: Callable[..., Any] | None = None
     class_specific: bool = True
     signed: bool = False
-    models: Literal["attention", "feature map"] = "attention"
+    models: tuple[Source, ...] = ("attention",)
     libra: bool = False
     parts: tuple[str, ...] = ()
 
@@ -97,7 +96,7 @@ for _method in (
         name="grad-cam",
         title="Grad-CAM of the last feature map",
         compute=compute_grad_cam,
-        models="feature map",
+        models=("feature map",),
     ),
     Method(
         name="libra-fullgrad",
@@ -110,6 +109,7 @@ for _method in (
         name="libra-input-x-gradient",
         title="Libra input times gradient",
         compute=compute_difference_x_gradient,
+        models=("attention", "pixels"),
         signed=True,
         libra=True,
     ),
@@ -130,14 +130,14 @@ for _method in (
     register_method(_method)
 
 
-def list_methods(reader: "ModelReader | None" = None) -> list[str]:
+def list_methods(reader: ModelReader | None = None) -> list[str]:
     """Return the names of the methods for a model; None: a model with attention."""
     source = "attention" if reader is None else reader.source
-    return [name for name, method in METHODS.items() if method.models == source]
+    return [name for name, method in METHODS.items() if source in method.models]
 
 
 def find_methods(
-    names: Sequence[str], reader: "ModelReader | None" = None, *, options: Iterable[str] = ()
+    names: Sequence[str], reader: ModelReader | None = None, *, options: Iterable[str] = ()
 ) -> list[Method]:
     """Find methods by name.
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 from PIL import Image
 
-from vit.bundle import MODEL_FILE
 from vit.data.preprocess import Geometry
 from vit.explanation.render.overlay import PatchMap, blend, resize_picture
+from vit.model.find_file import MODEL_FILE
 
 # text of each verdict's badge, and its colour, which is dark enough for white text
 BADGES = {
