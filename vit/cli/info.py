@@ -1,10 +1,12 @@
 """`vit info`: what this machine will use, or what a model file holds."""
 
-import json
+import yaml
 
-from vit.runtime.arguments import shorten
 from vit.runtime.command import Command
-from vit.runtime.console import build_console, build_table
+from vit.runtime.console import echo
+
+# parts of a model file that are lists of all training images
+_LONG = ("conformal",)
 
 
 def info(model: str | None = None) -> None:
@@ -14,7 +16,7 @@ def info(model: str | None = None) -> None:
         model: See `vit.evaluate`.
     """
     facts = _describe_model(model) if model else _describe_machine()
-    build_console().print(build_table(facts.items(), num_text_columns=2))
+    echo(yaml.safe_dump(facts, sort_keys=False, allow_unicode=True).rstrip())
 
 
 COMMAND = Command(run=info)
@@ -47,12 +49,7 @@ def _describe_model(source: str) -> dict[str, object]:
         "number of classes": len(bundle.class_names),
         "sha256": bundle.sha256,
         **bundle.metadata,
-        "class_names": bundle.class_names,
+        "class_names": list(bundle.class_names),
         "preprocess": bundle.preprocess.to_dict(),
     }
-    # the values of all keys of a section, on one line
-    return {
-        name: shorten(json.dumps(value, ensure_ascii=False).strip('"'), 400)
-        for name, value in facts.items()
-        if value not in (None, {}, [], ())
-    }
+    return {name: value for name, value in facts.items() if value and name not in _LONG}
