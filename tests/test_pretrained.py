@@ -52,10 +52,8 @@ def test_info_tells_accuracy_interval_and_limits(cli: Launcher) -> None:
     evaluation = load_bundle("imagenette").metadata["evaluation"]
     assert outcome.code == 0
     text = " ".join(outcome.out.split())
-    for name in ("top1", "top1_low", "top1_high"):
+    for name in ("top1", "top1_low", "top1_high", "num_images", "images"):
         assert f"{name}: {evaluation[name]}" in text
-    assert f'"num_images": {evaluation["num_images"]}' in text
-    assert '"images": "val/ of Imagenette v2"' in text
     assert "whatever a photo shows" in text
 
 
