@@ -190,9 +190,11 @@ def cpu_flags() -> frozenset[str]:
 
 def _read_cpuinfo(key: str) -> str:
     """Return a property of the first core from Linux's /proc/cpuinfo; empty on other systems."""
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    values = (line.partition(":")[2] for line in lines if line.startswith(key))
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return ""
+    values = (line.partition(":")[2] for line in text.splitlines() if line.startswith(key))
     return next(values, "").strip()
 
 
