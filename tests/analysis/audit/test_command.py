@@ -60,8 +60,6 @@ def test_the_planted_error_comes_first_with_the_right_class(audited: Path) -> No
     assert error.keys() == {"path", "given", "suggested", "score"}
     assert error["path"].endswith(HOSTILE_FILE)
     assert (error["given"], error["suggested"]) == HOSTILE
-    assert content["num_images"] == 40
-    assert isinstance(content["near_duplicates"], list)
 
 
 def test_names_are_inert_on_the_page(audited: Path) -> None:
@@ -122,11 +120,5 @@ def test_corrections_that_do_not_fit_are_refused(
     assert "unknown label of" in cli.fail(*arguments)
 
 
-def test_features_must_be_named_and_groups_be_found(
-    folder: Path, weights: Path, tmp_path: Path, cli: Launcher
-) -> None:
-    message = cli.fail("audit", folder, "--output", tmp_path / "out")
-    assert "add --model" in message
-    arguments = ("--model", weights, "--group-by", "[0-9]", "--output", tmp_path / "out")
-    message = cli.fail("audit", folder, *arguments)
-    assert "group_by '[0-9]' is not a regular expression with one group" in message
+def test_features_must_be_named(folder: Path, tmp_path: Path, cli: Launcher) -> None:
+    assert "add --model" in cli.fail("audit", folder, "--output", tmp_path / "out")

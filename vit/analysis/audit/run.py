@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,15 +24,12 @@ from vit.runtime.progress import show_progress
 from vit.runtime.signatures import check_arguments
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class AuditResult(Result):
     """An `Audit`, and the images that it describes."""
 
     audit: Audit
-    images: ImageDataset
-
-    def __repr__(self) -> str:
-        return repr(self.audit)
+    images: ImageDataset = field(repr=False)
 
     def build_files(self) -> dict[str, FileContent]:
         return {

@@ -1,18 +1,14 @@
-"""Compare evaluations of the same images, and test whether they differ by more than chance."""
+"""Compare two evaluations of the same images, and test whether they differ by more than chance."""
 
-import os
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.stats import binomtest
 
-from vit.evaluation.predictions import load_predictions
-from vit.prediction.probabilities import Bools, Ints
-from vit.runtime.arguments import check_kind, shorten
+from vit.evaluation.predictions import Predictions, load_predictions
+from vit.prediction.probabilities import Ints
+from vit.runtime.arguments import check_kind
 from vit.runtime.documents import read_json
 from vit.runtime.files import FileContent, Result, format_json
 
@@ -22,40 +18,16 @@ Interval = tuple[float, float]
 _NUM_DRAWS = 20_000
 
 
-@dataclass(frozen=True, eq=False)
-class ComparedEvaluation:
-    """An evaluation as its directory has it.
-
-    Attributes:
-        name: The part of its path that differs from the others.
-        data: Data set and split, for readers.
-        fingerprint: Hash of the images and labels.
-        ids: Name of each image.
-        groups: Group of each image, [n]: its name if it is its own group.
-        correct: True for an image that is predicted correctly, or of which all labels are right.
-        is_multilabel: True if an image may have several labels.
-    """
-
-    name: str
-    data: str
-    fingerprint: str
-    ids: list[str]
-    groups: NDArray[Any]
-    correct: Bools
-    is_multilabel: bool
-
-    @property
-    def accuracy(self) -> float:
-        """Share of the images that are predicted correctly, 0 to 1."""
-        return float(self.correct.mean())
-
-
 @dataclass(frozen=True)
-class Pair:
-    """B compared with A, image by image.
+class Comparison(Result):
+    """Evaluation B compared with A, image by image.
 
     Attributes:
-        difference: Accuracy of B minus that of A; all labels of an image have to be right.
+        a: Directory of evaluation A.
+        b: Directory of evaluation B.
+        num_images: Number of images.
+        accuracies: Accuracy of A and that of B; all labels of an image have to be right.
+        difference: Accuracy of B minus that of A.
         interval: Its 95 % interval, which holds 0 if the difference is not significant.
         p_value: Two-sided p-value of McNemar's exact test.
         is_significant: True if the p-value is below 0.05.
@@ -65,77 +37,67 @@ class Pair:
 
     a: str
     b: str
+    num_images: int
+    accuracies: tuple[float, float]
     difference: float
     interval: Interval
     p_value: float
     is_significant: bool
-    only_a: list[str]
-    only_b: list[str]
-
-
-@dataclass(frozen=True, repr=False)
-class Comparison(Result):
-    """Every evaluation compared with the first one."""
-
-    evaluations: list[ComparedEvaluation]
-    pairs: list[Pair]
-
-    def __repr__(self) -> str:
-        """One line, because notebooks show a result that ends a cell."""
-        pairs = [
-            f"{pair.b} - {pair.a}: {pair.difference:+.4f} (p = {pair.p_value:.3g})"
-            for pair in self.pairs
-        ]
-        return f"Comparison({shorten('; '.join(pairs))})"
+    # notebooks show a result that ends a cell
+    only_a: list[str] = field(repr=False)
+    only_b: list[str] = field(repr=False)
 
     def build_files(self) -> dict[str, FileContent]:
-        content = {
-            "schema_version": 2,
-            "fingerprint": self.evaluations[0].fingerprint,
-            "evaluations": [
-                {"name": each.name, "accuracy": each.accuracy} for each in self.evaluations
-            ],
-            "pairs": [asdict(pair) for pair in self.pairs],
-        }
-        return {"comparison.json": format_json(content)}
+        return {"comparison.json": format_json({"schema_version": 3, **vars(self)})}
 
 
-def compare(evaluations: Sequence[str | Path]) -> Comparison:
-    """Compare evaluations of the same images with the first of them.
+def compare(a: str | Path, b: str | Path) -> Comparison:
+    """Compare two evaluations of the same images.
 
     Args:
-        evaluations: Two or more directories of `vit evaluate`, or that
-            `.save()` of a result of `vit.evaluate` wrote.
+        a: Directory of `vit evaluate`, or that `.save()` of a result of
+            `vit.evaluate` wrote.
+        b: Directory of the evaluation that is compared with it.
 
     Returns:
-        The comparison: `.pairs` hold the difference in accuracy with its 95 %
-        interval by a bootstrap over images, or over their groups, the p-value
-        of McNemar's exact test, and the images that only one of the two
-        predicts correctly. Where an image may have several labels, all of them
-        have to be right. The p-values are those of single pairs.
+        The comparison: the difference in accuracy with its 95 % interval by a
+        bootstrap over images, or over their groups, the p-value of McNemar's
+        exact test, and the images that only one of the two predicts correctly.
+        Where an image may have several labels, all of them have to be right.
 
     Raises:
-        ValueError: There are fewer than two evaluations, or they are of
-            different images or labels.
+        ValueError: The evaluations are of different images or labels.
 
     Example:
-        >>> comparison = vit.compare(["runs/small-eval", "runs/large-eval"])
-        >>> comparison.pairs[0].difference, comparison.pairs[0].interval
+        >>> comparison = vit.compare("runs/small-eval", "runs/large-eval")
+        >>> comparison.difference, comparison.interval
     """
-    expected = "a list of directories; a result of vit.evaluate is written by .save(directory)"
-    check_kind(evaluations, (list, tuple), name="evaluations", expected=expected)
-    for item in evaluations:
-        check_kind(item, (str, Path), name="an evaluation", expected=expected)
-    if len(evaluations) < 2:
-        raise ValueError("vit compare needs two or more evaluations")
-    folders = [Path(item).resolve() for item in evaluations]
-    common = os.path.commonpath([folder.parent for folder in folders])
-    first, *others = (
-        _load(Path(item), os.path.relpath(folder, common))
-        for item, folder in zip(evaluations, folders, strict=True)
+    expected = "a directory; a result of vit.evaluate is written by .save(directory)"
+    for name, item in (("a", a), ("b", b)):
+        check_kind(item, (str, Path), name=name, expected=expected)
+    (fingerprint_a, found_a), (fingerprint_b, found_b) = (_load(Path(item)) for item in (a, b))
+    # the fingerprint is of pixels and labels, not of names
+    if fingerprint_a != fingerprint_b or found_a.ids.tolist() != found_b.ids.tolist():
+        raise ValueError(
+            f"{a} and {b} were evaluated on different images or labels; evaluate both on the same"
+            " copy of the images, with labels in the same order"
+        )
+    # 1 where only B is correct, -1 where only A is, else 0
+    changes = found_b.correct.astype(int) - found_a.correct
+    clusters = np.unique(found_a.groups, return_inverse=True)[1]
+    p_value, interval = compute_paired_test(changes, clusters)
+    return Comparison(
+        a=str(a),
+        b=str(b),
+        num_images=len(changes),
+        accuracies=(float(found_a.correct.mean()), float(found_b.correct.mean())),
+        difference=float(changes.mean()),
+        interval=interval,
+        p_value=p_value,
+        is_significant=p_value < SIGNIFICANCE,
+        only_a=found_a.ids[changes < 0].tolist(),
+        only_b=found_a.ids[changes > 0].tolist(),
     )
-    pairs = [_compare_pair(first, other) for other in others]
-    return Comparison([first, *others], pairs)
 
 
 def compute_paired_test(changes: Ints, clusters: Ints) -> tuple[float, Interval]:
@@ -177,27 +139,8 @@ def compute_paired_test(changes: Ints, clusters: Ints) -> tuple[float, Interval]
     return p_value, (min(low, *held), max(high, *held))
 
 
-def _compare_pair(a: ComparedEvaluation, b: ComparedEvaluation) -> Pair:
-    _check_same_images(a, b)
-    # 1 where only B is correct, -1 where only A is, else 0
-    changes = b.correct.astype(int) - a.correct
-    clusters = np.unique(a.groups, return_inverse=True)[1]
-    p_value, interval = compute_paired_test(changes, clusters)
-    ids = np.array(a.ids, dtype=object)
-    return Pair(
-        a=a.name,
-        b=b.name,
-        difference=float(changes.mean()),
-        interval=interval,
-        p_value=p_value,
-        is_significant=p_value < SIGNIFICANCE,
-        only_a=ids[changes < 0].tolist(),
-        only_b=ids[changes > 0].tolist(),
-    )
-
-
-def _load(directory: Path, name: str) -> ComparedEvaluation:
-    """Read an evaluation's directory; its images are sorted by name.
+def _load(directory: Path) -> tuple[str, Predictions]:
+    """Read an evaluation's fingerprint, and its predictions sorted by the names of the images.
 
     Raises:
         FileNotFoundError: There is none.
@@ -209,8 +152,7 @@ def _load(directory: Path, name: str) -> ComparedEvaluation:
     facts = read_json(path)
     try:
         num_classes = len(facts["per_class"])
-        data = f"{facts['data']} ({facts['split']})"
-        fingerprint, num_images = str(facts["fingerprint"]), facts["num_images"]
+        fingerprint, num_images = facts["fingerprint"], facts["num_images"]
     except (LookupError, TypeError) as error:
         raise ValueError(f"{path} is of another version, or damaged; evaluate again") from error
     found = load_predictions(directory, num_classes)
@@ -221,27 +163,4 @@ def _load(directory: Path, name: str) -> ComparedEvaluation:
             " wrote it or files were replaced; evaluate again"
         )
     order = found.ids.argsort()
-    return ComparedEvaluation(
-        name=name,
-        data=data,
-        fingerprint=fingerprint,
-        ids=found.ids[order].tolist(),
-        groups=found.groups[order],
-        correct=found.correct[order],
-        is_multilabel=found.labels.ndim == 2,
-    )
-
-
-def _check_same_images(a: ComparedEvaluation, b: ComparedEvaluation) -> None:
-    """Raise ValueError if two evaluations are of other images or labels."""
-    if a.fingerprint != b.fingerprint or a.is_multilabel != b.is_multilabel:
-        raise ValueError(
-            f"{a.name} and {b.name} were evaluated on different images or labels"
-            f" ({a.data} {a.fingerprint[:12]}, {b.data} {b.fingerprint[:12]});"
-            " evaluate both on the same images, with labels in the same order"
-        )
-    if a.ids != b.ids:
-        raise ValueError(
-            f"the same images have different names in {a.name} and {b.name}; evaluate both on the"
-            " same copy of the images"
-        )
+    return fingerprint, Predictions(**{name: each[order] for name, each in vars(found).items()})

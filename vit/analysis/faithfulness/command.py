@@ -10,7 +10,7 @@ from vit.runtime.files import compute_and_save
 def faithfulness(measure: Call, *, output: Path, overwrite: bool = False) -> None:
     """Measure which map methods are most faithful to a model.
 
-    Writes faithfulness.md and faithfulness.json (also the gain of each image).
+    Writes faithfulness.json, also with the gain of each image.
 
     Args:
         output: Directory for the results.

@@ -58,7 +58,6 @@ def measure_faithfulness(
     methods: str | Sequence[str] = "all",
     num_images: int = 128,
     batch_size: int | None = None,
-    seed: int = 0,
     device: str = "auto",
 ) -> FaithfulnessResult:
     """Measure how faithful attention maps are to the model.
@@ -76,7 +75,6 @@ def measure_faithfulness(
         methods: Names of map methods, or "all".
         num_images: Images to measure on, at least 8.
         batch_size: See `vit.explain`.
-        seed: Seed for the choice of images and for the random maps.
         device: See `vit.evaluate`.
 
     Returns:
@@ -103,7 +101,7 @@ def measure_faithfulness(
         bundle.preprocess.image_size, bundle.device
     )
     images, classes, ids = select_correct_images(
-        bundle, source, count=num_images, batch_size=batch_size, seed=seed
+        bundle, source, count=num_images, batch_size=batch_size
     )
     images, classes = images.to(bundle.device), classes.to(bundle.device)
     target = LABEL if bundle.is_multilabel else CLASS
@@ -111,7 +109,7 @@ def measure_faithfulness(
         bundle, images, classes, names, target=target, batch_size=batch_size
     )
     grid = (maps[names[0]].shape[1], maps[names[0]].shape[2])
-    maps |= build_baselines(len(images), grid, seed=seed)
+    maps |= build_baselines(len(images), grid)
 
     precision = choose_precision("auto", bundle.device)
     values: dict[str, dict[str, PerImage]] = {}
@@ -144,7 +142,6 @@ def measure_faithfulness(
         "data": source.name,
         "split": source.split,
         "num_images": len(ids),
-        "seed": seed,
         "device": describe_device(bundle.device),
         "precision": precision,
         "versions": collect_versions(),
@@ -186,7 +183,7 @@ def _time_maps(
 
 
 def select_correct_images(
-    bundle: Bundle, dataset: ImageDataset, *, count: int, batch_size: int = 32, seed: int = 0
+    bundle: Bundle, dataset: ImageDataset, *, count: int, batch_size: int
 ) -> tuple[Images, Int[Tensor, " n"], list[str]]:
     """Choose images that the model predicts correctly: no map can point at evidence for a wrong
     prediction. Where an image may have several labels, its most probable right one is taken.
@@ -196,7 +193,6 @@ def select_correct_images(
         dataset: The images.
         count: Number of images: the first ones in a random order, of at most four times as many.
         batch_size: Images at a time.
-        seed: Seed of that order.
 
     Returns:
         Model inputs, classes and ids.
@@ -205,7 +201,7 @@ def select_correct_images(
         ValueError: Fewer than `MIN_IMAGES` are predicted correctly, or one can't be read.
     """
     labels = find_labels(dataset, bundle.class_names)
-    order = np.random.default_rng(seed).permutation(len(dataset))[: _DRAWN * count]
+    order = np.random.default_rng(0).permutation(len(dataset))[: _DRAWN * count]
     read = partial(read_dataset, dataset.subset(order), bundle.preprocess)
     predictor = BatchPredictor.from_bundle(bundle, batch_size=batch_size, precision="float32")
     with show_progress("choosing images", len(order)) as advance:

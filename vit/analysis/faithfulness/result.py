@@ -27,7 +27,7 @@ class FaithfulnessResult(Result):
         values: Gain of every image, by metric ("srg" with tokens dropped, "srg_mean" with the mean
             fill) and map.
         milliseconds: Time for the map of one image by method, the forward pass included.
-        conditions: Model, data, split, number of images, seed, device and versions.
+        conditions: Model, data, split, number of images, device and versions.
         notes: Sentences about how the gains were measured.
         ids: The images.
     """
@@ -81,7 +81,7 @@ class FaithfulnessResult(Result):
 
     def build_files(self) -> dict[str, FileContent]:
         content = {
-            "schema_version": 5,
+            "schema_version": 6,
             **self.conditions,
             "image_ids": self.ids,
             **self.summary,
@@ -90,10 +90,7 @@ class FaithfulnessResult(Result):
                 for metric, gains in self.values.items()
             },
         }
-        return {
-            "faithfulness.json": json.dumps(content, indent=1) + "\n",
-            "faithfulness.md": self.table + "\n",
-        }
+        return {"faithfulness.json": json.dumps(content, indent=1) + "\n"}
 
 
 def estimate(values: Mapping[str, PerImage]) -> dict[str, Estimate]:
