@@ -214,7 +214,9 @@ def keeps_mode(function: Function) -> Function:
     def run(model: ModelLike, *args: Any, **kwargs: Any) -> Any:
         with ExitStack() as stack:
             for each in model if isinstance(model, list | tuple) else [model]:
-                stack.enter_context(keep_mode(each.model if isinstance(each, Bundle) else each))
+                net = each.model if isinstance(each, Bundle) else each
+                if isinstance(net, nn.Module):
+                    stack.enter_context(keep_mode(net))
             return function(model, *args, **kwargs)
 
     return cast(Function, run)
@@ -366,10 +368,12 @@ def build_bundle(
         model = build(content, origin=str(path))
     else:
         load_into(model, content.weights, origin=str(path))
-    if content.likeness is not None:
-        width = count_features(model)
-        if content.likeness.training_features.shape[1] != width:
-            raise ValueError(f"{path} is damaged: its model has {width} features; copy it again")
+    likeness, width = content.likeness, count_features(model)
+    if not width:
+        # an earlier version found features of other libraries' models
+        likeness = None
+    elif likeness is not None and likeness.training_features.shape[1] != width:
+        raise ValueError(f"{path} is damaged: its model has {width} features; copy it again")
     return Bundle(
         model=model.eval().to(device),
         preprocess=Preprocess.from_dict(metadata["preprocess"]),
@@ -380,5 +384,5 @@ def build_bundle(
         data=metadata["data"],
         metadata=metadata,
         training_hashes=content.training_hashes,
-        likeness=content.likeness,
+        likeness=likeness,
     )

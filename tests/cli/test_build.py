@@ -87,10 +87,10 @@ MODES: dict[str, tuple[tuple[str, ...], set[str]]] = {
         {"num_images"},
     ),
     "explain the test split": (("explain", "imagenette", "-o", "out"), set()),
-    "predict": (("predict", "imagenette", "photos"), {"workers"}),
+    "predict": (("predict", "imagenette", "photos"), set()),
     "predict into a file": (
         ("predict", "imagenette", "photos", "--output", "out.jsonl"),
-        {"workers"},
+        set(),
     ),
     "predict by a cluster": (
         ("predict", "imagenette", "photos", "--output", "out", "--engine", "ray"),

@@ -71,8 +71,7 @@ def test_a_column_of_the_table_is_read(
         num_heads=2,
     )
     arguments = ("evaluate", model, "--data", data, "--split", "all", "--num-examples", "0", "--by")
-    screen = cli.succeed(*arguments, "Site Name,group", "--output", out).out
-    assert "By Site Name, the worst of 3" in screen
+    cli.succeed(*arguments, "Site Name,group", "--output", out)
     evaluation = json.loads((out / "evaluation.json").read_text())
     sites, patients = evaluation["subgroups"]["Site Name"], evaluation["subgroups"]["group"]
     assert [row["num_images"] for row in patients] == [6] * 8
@@ -83,8 +82,9 @@ def test_a_column_of_the_table_is_read(
         own = [each for each in predictions if site_of[each["path"]] == row["name"]]
         assert (row["num_images"], len(own), row["num_groups"]) == (16, 16, 8)
         assert row["metric"] == np.mean([each["label"] == each["predicted"] for each in own])
-    assert "Site 1" in screen
-    assert 'id="subgroups"' in (out / "report.html").read_text()
+    report = (out / "report.html").read_text()
+    assert 'id="subgroups"' in report
+    assert all(f"Site\N{NO-BREAK SPACE}{number}" in report for number in range(3))
     message = cli.fail(*arguments, "camera")
     assert "has no column 'camera'; they are 'path', 'label', 'group', 'Site Name'" in message
 

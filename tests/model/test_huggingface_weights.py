@@ -1,7 +1,6 @@
 """Folders of Hugging Face as `--init` takes them: a ViT gives the logits of its library."""
 
 import json
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,17 +33,12 @@ def build(**values: Any) -> nn.Module:
     return model.eval()
 
 
-@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
 @pytest.mark.parametrize("qkv_bias", [True, False])
 def test_a_folder_of_hugging_face_computes_what_its_library_does(
-    tmp_path: Path, qkv_bias: bool, suffix: str
+    tmp_path: Path, qkv_bias: bool
 ) -> None:
     theirs = build(qkv_bias=qkv_bias)
     theirs.save_pretrained(tmp_path)
-    if suffix == "bin":
-        file = tmp_path / "model.safetensors"
-        torch.save(load_file(file), tmp_path / "pytorch_model.bin")
-        file.unlink()
     ours = load_timm(tmp_path)
     images = torch.randn(2, 3, 32, 32)
     with torch.inference_mode():
@@ -84,16 +78,6 @@ def test_sizes_are_read_in_every_published_form(
     assert model.patch_embed.img_size == (image_size, image_size)
 
 
-class Malicious:
-    """Makes a file when it is unpickled."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self.file,)
-
-
 def change_shape(folder: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     name = next(name for name in weights if name.endswith("intermediate.dense.bias"))
@@ -101,15 +85,9 @@ def change_shape(folder: Path) -> None:
     save_file(weights, folder / "model.safetensors")
 
 
-def pickle_weights(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
-    content = {"weight": torch.zeros(2), "more": Malicious(folder / "executed")}
-    torch.save(content, folder / "pytorch_model.bin")
-
-
 def cut_off(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
-    (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"weight": torch.zeros(9)})[:-100])
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
 
 
 def change_config(**values: Any) -> Callable[[Path], None]:
@@ -123,8 +101,7 @@ def change_config(**values: Any) -> Callable[[Path], None]:
 SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
     "shape": (change_shape, r"blocks\.0\.mlp\.fc1\.bias is \[255\] there"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "No such file"),
-    "pickle": (pickle_weights, "more than tensors and plain values"),
-    "cut off": (cut_off, "is damaged"),
+    "cut off": (cut_off, "is not a complete model file"),
     "another model": (change_config(model_type="swin"), "holds a swin, .*take timm:NAME"),
     "activation": (change_config(hidden_act="relu"), "unknown hidden_act in .*'relu'"),
     "heads": (change_config(num_attention_heads="four"), "not supported between"),
@@ -132,11 +109,10 @@ SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("what", SPOILT)
-def test_a_spoilt_folder_is_one_sentence_and_nothing_runs(tmp_path: Path, what: str) -> None:
+def test_a_spoilt_folder_is_one_sentence(tmp_path: Path, what: str) -> None:
     spoil, message = SPOILT[what]
     build().save_pretrained(tmp_path)
     spoil(tmp_path)
     with pytest.raises((ValueError, OSError), match=message) as error:
         load_pretrained(tmp_path, num_classes=3)
     assert len(str(error.value).splitlines()) == 1
-    assert not (tmp_path / "executed").exists()

@@ -96,7 +96,7 @@ def test_models_that_differ_are_refused(
     path = save_model(tmp_path / "other.safetensors", **({"class_names": NAMES} | other))
     with pytest.raises(ValueError, match=rf"can't be averaged: {message}"):
         vit.predict([models[0], path], photos)
-    with pytest.raises(ValueError, match="last linear layer of AveragedModel"):
+    with pytest.raises(ValueError, match="features of AveragedModel are unknown"):
         vit.embed(models, photos)
 
 

@@ -74,7 +74,7 @@ def test_features_of_another_librarys_model_are_what_its_head_reads(dataset: Ima
         expected = model.forward_head(model.forward_features(inputs), pre_logits=True)
     torch.testing.assert_close(features[PRE_LOGITS], expected)
 
-    with pytest.raises(ValueError, match="Sequential has no last linear layer"):
+    with pytest.raises(ValueError, match="features of Sequential are unknown"):
         compute_features(make_predictor(nn.Sequential(nn.Flatten())), dataset)
 
 

@@ -193,12 +193,17 @@ def test_recipes_are_listed_with_what_they_measured(cli: Launcher) -> None:
     assert all(name in shown for name in listed)
 
 
-def test_init_is_not_the_run_in_output_and_keeps_its_patches(
+def test_init_is_not_the_run_in_output_and_keeps_its_architecture(
     cli: Launcher, tiny_run: Path, empty_yaml: Path, tmp_path: Path
 ) -> None:
     start = ["train", empty_yaml, "data.image_size=8", "train.device=cpu", "--init"]
     told = cli.fail(*start, tiny_run, "model.patch_size=4", "-o", tmp_path / "larger")
     assert "model.patch_size (4, 4): the weights of --init have (2, 2)" in told
+    for key, value in (("embed_dim", 96), ("num_heads", 7), ("pos_embed", "sincos")):
+        told = cli.fail(*start, tiny_run, f"model.{key}={value}", "-o", tmp_path / "larger")
+        assert f"model.{key} {value}: the weights of --init have " in told
+    told = cli.fail(*start, tiny_run, "model.preset=vit_tiny_patch16_224", "-o", tmp_path / "x")
+    assert "model.preset vit_tiny_patch16_224: the weights of --init have" in told
     message = cli.fail(*start, tiny_run, "-o", tiny_run, "--overwrite")
     assert "is the run in --output" in message
     assert (tiny_run / "model.safetensors").exists()

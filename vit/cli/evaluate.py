@@ -7,9 +7,6 @@ from vit.runtime.command import Call, Command
 from vit.runtime.console import build_console, build_table
 from vit.runtime.files import compute_and_save
 
-# rows of a table of --by in the terminal
-_NUM_WORST = 8
-
 
 def evaluate(measure: Call, model: list[str], *, output: Path, overwrite: bool = False) -> None:
     """Measure a model on held-out images, with intervals.
@@ -36,11 +33,6 @@ def evaluate(measure: Call, model: list[str], *, output: Path, overwrite: bool =
     console.print(f"{evaluation.describe_accuracy()} {evaluation.describe_guessing()}")
     for sentence in evaluation.list_warnings():
         console.print(sentence, style="yellow")
-    for column, subgroups in evaluation.subgroups.items():
-        title = f"By {column}, the worst of {len(subgroups)}"
-        cells = [subgroup.list_cells() for subgroup in subgroups[:_NUM_WORST]]
-        headings = (column, "images", "groups", rows[0][0], "95 % interval")
-        console.print(build_table(cells, headings, title=title))
     console.print(f"open {output / 'report.html'} in a browser")
 
 

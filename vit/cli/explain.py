@@ -28,12 +28,12 @@ def explain(
     from vit.data.images import list_images
 
     paths = None
-    model, images = take_models(find.keywords["model"], images or [])
+    models, images = take_models(find.keywords["model"], images or [])
     if images:
         find.refuse(["num_images"], "has no effect on images that are named")
-        check_images(images)
+        check_images(models, images)
         paths = sorted({str(path) for path in list_images(list_names(images))})
-    find(images=paths, model=model, output=output)
+    find(images=paths, model=models, output=output)
 
     _show(output)
     if "html" in find.keywords["formats"]:

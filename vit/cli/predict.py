@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import typer
 
-from vit.model.find_file import find_model, is_model_name
+from vit.model.find_file import MODEL_FILE, find_model
 from vit.runtime.command import Call, Command
 from vit.runtime.console import echo
 from vit.runtime.places import explain_file, suggest
@@ -24,7 +24,6 @@ def predict(
     images: list[str],
     *,
     engine: Literal["local", "ray"] = "local",
-    workers: int | None = None,
 ) -> None:
     """Predict the most probable classes of images.
 
@@ -39,29 +38,23 @@ def predict(
             them (runs, model files, timm:NAME) are averaged with MODEL.
         engine: local, or ray: a cluster, which reads folders, .csv, Parquet and addresses, and
             writes Parquet into `output`.
-        workers: Workers of --engine ray. None: one for each GPU, or for 4 cores.
     """
     # file names of any bytes pass through; JSON is UTF-8, whatever the terminal's encoding
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8", errors="surrogateescape")
     model, images = take_models(call.keywords["model"], images)
-    if not images:
-        # raises an error that says more if it is none
-        find_model(call.keywords["model"])
-        raise ValueError(f"{call.keywords['model']} is a model; name images after it")
-    check_images(images)
+    check_images(model, images)
     keywords = {**call.keywords, "model": model}
     if engine == "ray":
         # its rows have the probability of every class
         call.refuse(["top_k"], "has no effect with --engine ray")
         del keywords["top_k"]
-        _predict_on_ray(list(list_names(images)), keywords, workers)
+        _predict_on_ray(list(list_names(images)), keywords)
     else:
-        call.refuse(["workers"], "has an effect on --engine ray alone")
         _predict(images, keywords)
 
 
-def _predict_on_ray(places: list[str], keywords: dict[str, Any], workers: int | None) -> None:
+def _predict_on_ray(places: list[str], keywords: dict[str, Any]) -> None:
     output, resume = keywords.pop("output"), keywords.pop("resume")
     if output is None:
         raise ValueError("--engine ray writes a folder of Parquet files; name it with --output")
@@ -70,7 +63,7 @@ def _predict_on_ray(places: list[str], keywords: dict[str, Any], workers: int | 
     except ImportError as error:
         text = "--engine ray needs Ray: pip install '.[ray]' in the clone of vit"
         raise ValueError(text) from error
-    ray.predict_on_ray(places, keywords, output=output, workers=workers, resume=resume)
+    ray.predict_on_ray(places, keywords, output=output, resume=resume)
 
 
 def _predict(images: list[str], keywords: dict[str, Any]) -> None:
@@ -109,21 +102,28 @@ def _predict(images: list[str], keywords: dict[str, Any]) -> None:
             raise typer.Exit(1)
 
 
-def take_models(model: str, images: Sequence[str]) -> tuple[str | list[str], list[str]]:
-    """Return the model, or a list of those that are named before the images, and the images."""
-    models = [model, *takewhile(is_model_name, images)]
-    images = list(images[len(models) - 1 :])
-    if len(models) == 1:
-        return model, images
-    return models, images
+def take_models(model: str, images: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the models, of which those after the first are named before the images, and the
+    images."""
+
+    def is_model(path: str) -> bool:
+        is_run = os.path.isfile(os.path.join(path, MODEL_FILE))
+        return is_run or path.startswith("timm:") or path.endswith(".safetensors")
+
+    models = [model, *takewhile(is_model, images)]
+    return models, list(images[len(models) - 1 :])
 
 
-def check_images(paths: Sequence[str]) -> None:
-    """Raise the error of the first path if none of them can hold images, and of a folder without
-    images that is named alone."""
+def check_images(models: Sequence[str], paths: Sequence[str]) -> None:
+    """Raise the error of a model that isn't one; of the first path if none of them can hold images;
+    and of a folder without images that is named alone."""
     # yaml, which `vit --help` does without
     from vit.data.inputs import list_inputs
 
+    for model in models:
+        find_model(model)
+    if not paths:
+        raise ValueError(f"{models[-1]} is a model; name images after it")
     if len(paths) == 1 and os.path.isdir(paths[0]):
         next(list_inputs(paths[0]), None)
     first = paths[0]

@@ -38,7 +38,6 @@ def predict_on_ray(
     options: Mapping[str, Any],
     *,
     output: str,
-    workers: int | None,
     resume: bool,
 ) -> None:
     """Write a row with the columns of `vit.Predictor` for each image that has none yet.
@@ -47,7 +46,6 @@ def predict_on_ray(
         places: Folders and addresses of images; tables (.csv) and Parquet with a column `path`.
         options: Arguments of `vit.Predictor`.
         output: Folder of Parquet files, or its address.
-        workers: Number of workers. None: one for each GPU, or for 4 cores.
         resume: Go on with an earlier `output`.
 
     Raises:
@@ -62,7 +60,7 @@ def predict_on_ray(
             raise FileExistsError(f"{output} has rows; go on with --resume, or name another")
         resources: Mapping[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
         num_gpus, num_cores = int(resources.get("GPU", 0)), int(resources["CPU"])
-        workers = workers or num_gpus or -(-num_cores // _CORES)
+        workers = num_gpus or -(-num_cores // _CORES)
         for place in places:
             rows = _read(place, written).map_batches(
                 _Worker,

@@ -3,36 +3,20 @@
 from mimetypes import guess_type
 from pathlib import Path
 
-import vit  # its folder holds the models of the package
+import vit  # its folder holds the model of the package
 from vit.runtime.files import expand_home
 from vit.runtime.places import explain_file, suggest
 
 MODEL_FILE = "model.safetensors"
 _TIMM = "timm:"
-# Files of weights: ours, timm's training script's, torchvision's, Lightning's and others'.
-_WEIGHTS = (".safetensors", ".pth", ".pth.tar", ".pt", ".ckpt", ".bin")
-# Models that come with the package, as NAME.safetensors.
-PRETRAINED_FOLDER = Path(vit.__file__).parent / "pretrained"
-
-
-def list_pretrained() -> list[str]:
-    """Return the names of the models that come with the package."""
-    return sorted(path.stem for path in PRETRAINED_FOLDER.glob("*.safetensors"))
-
-
-def is_model_name(text: str) -> bool:
-    """Tell a model that a user names from images: timm:NAME, a file of weights, a run, a folder of
-    another library, or the name of a model of the package that no file or folder has."""
-    path = expand_home(text)
-    if text.startswith(_TIMM) or path.name.endswith(_WEIGHTS):
-        return True
-    is_folder = any((path / name).is_file() for name in (MODEL_FILE, "config.json"))
-    return is_folder or (text in list_pretrained() and not path.exists())
+# The model that comes with the package.
+PACKAGED = "imagenette"
+PACKAGED_FILE = Path(vit.__file__).parent / "pretrained" / f"{PACKAGED}.safetensors"
 
 
 def find_model(source: str | Path) -> str | Path:
     """Return what a user's name of a model means: timm:NAME; the folder of timm or Hugging Face; or
-    the file of weights, which is the name itself, that of a run, or one of the package.
+    the file of weights, which is the name itself, that of a run, or that of the package.
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -52,27 +36,24 @@ def find_model(source: str | Path) -> str | Path:
         return file
 
     # A folder of images may have the same name.
-    names = list_pretrained()
-    if str(source) in names:
-        return PRETRAINED_FOLDER / f"{source}.safetensors"
+    if str(source) == PACKAGED:
+        return PACKAGED_FILE
     if path.is_dir():
         raise FileNotFoundError(
             f"{source} holds no {MODEL_FILE}, which training writes after the first evaluation; "
             "for other weights, name their file"
         )
     # timm takes seconds to import
-    from timm import is_model, list_models
+    from timm import list_models
 
-    if is_model(str(source)):
-        return f"{_TIMM}{source}"
+    names = [PACKAGED, *(f"{_TIMM}{name}" for name in list_models())]
     raise FileNotFoundError(
         f"{source} does not exist; a model is a run, a file of weights, a folder of timm or "
-        f"Hugging Face, timm:NAME or {' or '.join(names)}"
-        f"{suggest(source, [*names, *list_models()])}"
+        f"Hugging Face, timm:NAME or {PACKAGED}{suggest(source, names)}"
     )
 
 
-def find_initial_weights(init: str | Path, directory: Path | None = None) -> str:
+def find_initial_weights(init: str | Path, directory: Path) -> str:
     """Return the value of `model.init` for the weights that a user names: timm:NAME, or an absolute
     path.
 
@@ -83,6 +64,6 @@ def find_initial_weights(init: str | Path, directory: Path | None = None) -> str
     found = find_model(init)
     if isinstance(found, str):
         return found
-    if directory is not None and directory.resolve() in found.resolve().parents:
+    if directory.resolve() in found.resolve().parents:
         raise ValueError(f"--init {init} is the run in --output; choose another --output")
     return str(found.absolute())

@@ -51,11 +51,8 @@ def read_huggingface(folder: Path, config: Mapping[str, Any]) -> tuple[StateDict
     check_choice(str(config.get("hidden_act", "gelu")), ["gelu"], name=f"hidden_act in {origin}")
     # The learned positions are for this size.
     img_size = as_pair(config.get("image_size", 224), name=f"{origin}: image_size")
-    file = folder / MODEL_FILE
-    if not file.is_file():
-        file = folder / "pytorch_model.bin"
     weights: StateDict = {}
-    for name, tensor in read_weights(file).weights.items():
+    for name, tensor in read_weights(folder / MODEL_FILE).weights.items():
         # A model without a classifier has no prefix.
         if not name.startswith(("vit.", "classifier.")):
             name = f"vit.{name}"
@@ -92,7 +89,7 @@ def convert_to_huggingface(
     sizes = {"image_size": values["img_size"], "patch_size": values["patch_size"]}
     config = {
         "model_type": "vit",
-        "architectures": ["ViTForImageClassification" if model.num_classes else "ViTModel"],
+        "architectures": ["ViTForImageClassification"],
         "hidden_size": width,
         "num_hidden_layers": values["depth"],
         "num_attention_heads": values["num_heads"],

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from vit.model.model_info import count_classes
+from vit.model.model_info import is_of
 from vit.model.vision_transformer import VisionTransformer
 from vit.model.weights import build_to_fit
 from vit.runtime.tensors import Images
@@ -16,7 +16,7 @@ from vit.runtime.tensors import Images
 # A readout is a number of blocks and a pooling: "token" is the class token, "avg" the mean of the
 # patches.
 Readout = tuple[int, str]
-# The one readout of another library's model: the input of its last linear layer.
+# The one readout of a model of timm: the input of its classifier.
 PRE_LOGITS: Readout = (0, "pre_logits")
 
 
@@ -67,21 +67,14 @@ def at_least_float32(tensor: Tensor) -> Tensor:
 
 
 def count_features(model: nn.Module) -> int:
-    """Return the width D of the features of `compute_logits_and_features`; 0 if there are none."""
+    """Return the width D of the features of `compute_logits_and_features`; 0 for models of other
+    libraries than timm."""
     net: Any = model
     if isinstance(model, VisionTransformer):
         return model.embed_dim
-    if count_classes(model) == 0:
-        # timm's names
-        return int(getattr(net, "head_hidden_size", None) or net.num_features)
-    linear = _find_classifier(model)
-    return linear.in_features if linear else 0
-
-
-def _find_classifier(model: nn.Module) -> nn.Linear | None:
-    """Return the last linear layer."""
-    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    return linear[-1] if linear else None
+    if not is_of(model, "timm"):
+        return 0
+    return int(getattr(net, "head_hidden_size", None) or net.num_features)
 
 
 def compute_logits_and_features(
@@ -89,43 +82,24 @@ def compute_logits_and_features(
 ) -> tuple[Float[Tensor, "B classes"], Float[Tensor, "B D"]]:
     """Compute logits and the pooled features that the classifier reads, in one forward pass.
 
-    The classifier is the last linear layer. The logits equal those of `compute_logits` to the last
-    bit. A model of timm with 0 classes returns its features, which are then both results.
+    The logits equal those of `compute_logits` to the last bit. A model of timm with 0 classes returns
+    its features, which are then both results.
 
     Raises:
-        ValueError: The last linear layer doesn't compute the logits from one vector an image.
+        ValueError: The model is of another library than timm.
     """
-    if isinstance(model, VisionTransformer):
-        # without hooks, because several threads may run it
-        tokens = _forward_features(model, images)
-        with torch.autocast(images.device.type, enabled=False):
+    net: Any = model
+    if not count_features(model):
+        raise ValueError(
+            f"the features of {type(model).__name__} are unknown; models of vit and timm have some"
+        )
+    tokens = _forward_features(net, images)
+    with torch.autocast(images.device.type, enabled=False):
+        if isinstance(model, VisionTransformer):
             features = model.pool(tokens, model.global_pool)
             return model.head(features), features
-    if count_classes(model) == 0:
-        features = compute_logits(model, images)
-        return features, features
-
-    seen: list[tuple[Tensor, Tensor]] = []
-    classifier = _find_classifier(model)
-    if classifier is None:
-        raise ValueError(
-            f"{type(model).__name__} has no last linear layer, whose inputs are the features; take a"
-            " vision transformer of vit or timm"
-        )
-    hook = classifier.register_forward_hook(
-        lambda _, arguments, output: seen.append((arguments[0], at_least_float32(output)))
-    )
-    try:
-        logits = compute_logits(model, images)
-    finally:
-        hook.remove()
-    features, outputs = seen[-1] if seen else (images, images)
-    if features.ndim != 2 or not torch.equal(outputs, logits):
-        raise ValueError(
-            f"the last linear layer of {type(model).__name__} doesn't compute its logits from one "
-            "vector an image, its features; take a vision transformer of vit or timm"
-        )
-    return logits, at_least_float32(features)
+        features = at_least_float32(net.forward_head(tokens, pre_logits=True))
+        return at_least_float32(net.forward_head(tokens)), features
 
 
 def list_readouts(model: nn.Module) -> list[Readout]:
@@ -142,7 +116,7 @@ def compute_block_features(model: nn.Module, images: Images) -> Float[Tensor, "B
     """Compute the features of normalised images at each of the model's R readouts, float32.
 
     The head would read them if the model ended at that block. They are normed like the input of
-    the head. A model of another library has one readout: see `compute_logits_and_features`.
+    the head. A model of timm has one readout: see `compute_logits_and_features`.
     """
     if not isinstance(model, VisionTransformer):
         return compute_logits_and_features(model, images)[1][:, None]

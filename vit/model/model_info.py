@@ -18,15 +18,9 @@ _INTERPOLATIONS = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
 
 
 @contextmanager
-def keep_mode(model: object) -> Iterator[None]:
-    """Restore the training or evaluation mode of every submodule at the end.
-
-    Args:
-        model: Module, or another object, which is left alone.
-    """
-    modules: list[nn.Module] = []
-    if isinstance(model, nn.Module):
-        modules = list(model.modules())
+def keep_mode(model: nn.Module) -> Iterator[None]:
+    """Restore the training or evaluation mode of every submodule at the end."""
+    modules = list(model.modules())
     modes = [module.training for module in modules]
     try:
         yield
@@ -64,7 +58,7 @@ def find_class_names(model: nn.Module) -> tuple[str, ...]:
     classes is unknown (`count_classes`).
     """
     known: Mapping[int, str | None] = getattr(_config(model), "id2label", None) or {}
-    if _is_of(model, "timm"):
+    if is_of(model, "timm"):
         known = _find_timm_names(model)
     return name_classes(known, count_classes(model) or 0)
 
@@ -84,7 +78,7 @@ def find_image_size(model: nn.Module) -> tuple[int, int] | None:
     """Return the height and width of a model's images; None if it doesn't tell them."""
     net: Any = model
     size = getattr(getattr(net, "patch_embed", None), "img_size", None)
-    if size is None and _is_of(model, "timm"):
+    if size is None and is_of(model, "timm"):
         from timm.data import resolve_model_data_config  # a second to import
 
         size = resolve_model_data_config(model)["input_size"][1:]
@@ -111,10 +105,10 @@ def find_preprocess(model: nn.Module) -> Mapping[str, Any]:
     unknown = f"of {type(model).__name__} unknown; give preprocess=Preprocess(…)"
     if image_size is None:
         raise ValueError(f"image size {unknown}")
-    if _is_of(model, "timm"):
+    if is_of(model, "timm"):
         return _find_timm_preprocess(model, image_size)
     config = _config(model)
-    if not _is_of(model, "transformers") or config is None:
+    if not is_of(model, "transformers") or config is None:
         return {"image_size": image_size}
 
     # The model comes from this library, so it is imported already.
@@ -195,6 +189,6 @@ def _config(model: nn.Module) -> Any:
     return getattr(model, "config", None)
 
 
-def _is_of(model: nn.Module, library: str) -> bool:
+def is_of(model: nn.Module, library: str) -> bool:
     """Return whether a library defines the model's class or one of its base classes."""
     return any(cls.__module__.partition(".")[0] == library for cls in type(model).__mro__)

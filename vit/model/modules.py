@@ -20,7 +20,6 @@ from vit.model.weights import (
     read_weights,
     remove_prefix,
 )
-from vit.runtime.arguments import check_kind
 
 
 class OpenedModel(NamedTuple):
@@ -37,7 +36,7 @@ def load_timm(source: nn.Module | str | Path) -> VisionTransformer:
     """Load timm's weights into a VisionTransformer of vit.
 
     Args:
-        source: A module of timm, a name in timm, a folder with the config.json
+        source: A module of timm, timm:NAME, a folder with the config.json
             of timm or of a Hugging Face ViT, a model file or run of vit, or a
             file of weights with timm's names (safetensors or torch), which
             has the attention heads of the published ViTs of its width.
@@ -51,12 +50,9 @@ def load_timm(source: nn.Module | str | Path) -> VisionTransformer:
         OSError: The weights can't be downloaded or read.
 
     Example:
-        >>> model = vit.load_timm("vit_small_patch16_224")
+        >>> model = vit.load_timm("timm:vit_small_patch16_224")
         >>> model(images)  # normalised [B, 3, 224, 224] → [B, 1000]
     """
-    check_kind(
-        source, (str, Path, nn.Module), name="source", expected="a path, a name or an nn.Module"
-    )
     if isinstance(source, nn.Module):
         return _convert(source)
     return _convert(_open(source).module)
@@ -81,8 +77,6 @@ def load_pretrained(
     """
     opened = _open(source)
     loaded, preprocess = _convert(opened.module), opened.preprocess
-    if preprocess is None and opened.module is not loaded:
-        preprocess = find_preprocess(opened.module)
     model = VisionTransformer(**loaded.architecture | {"drop_path_rate": drop_path_rate})
     model.load_state_dict(loaded.state_dict())
     if preprocess is not None:
@@ -120,7 +114,7 @@ def open_folder(source: str | Path) -> OpenedModel:
     Raises:
         ValueError, OSError: The model is unknown or can't be loaded.
     """
-    folder = Path(str(source).removeprefix("timm:").removeprefix("local-dir:"))
+    folder = Path(str(source).removeprefix("timm:"))
     config = read_object(folder / "config.json")
     is_multilabel = config.get("problem_type") == "multi_label_classification"
     kind = config.get("model_type")
@@ -128,7 +122,9 @@ def open_folder(source: str | Path) -> OpenedModel:
         # timm takes seconds to import
         from vit.model.timm_weights import create_timm
 
-        return OpenedModel(create_timm(str(folder)), is_multilabel=is_multilabel)
+        module = create_timm(str(folder))
+        preprocess = find_preprocess(module)
+        return OpenedModel(module, preprocess=preprocess, is_multilabel=is_multilabel)
     if kind != "vit":
         raise ValueError(
             f"{folder} holds a {kind}, not a ViT of Hugging Face; take timm:NAME, or pass its module"

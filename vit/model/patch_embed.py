@@ -14,7 +14,7 @@ class PatchEmbed(nn.Module):
     """Cuts the image into patches and embeds each: [B, C, H, W] → [B, P, D], row by row.
 
     For the arguments see `VisionTransformer`. The stem "patch" is one linear map per patch
-    (Dosovitskiy et al. 2021); others (`build_stem`) need patch sides that are powers of two, from 2.
+    (Dosovitskiy et al. 2021); others (`build_stem`) need a square patch whose side is a power of two, from 2.
 
     Raises:
         ValueError: The stem is unknown, or the sides don't fit.
@@ -40,11 +40,12 @@ class PatchEmbed(nn.Module):
         if stem == "patch":
             self.proj = nn.Conv2d(in_chans, embed_dim, self.patch_size, stride=self.patch_size)
             return
-        if any(side & (side - 1) for side in self.patch_size) or max(self.patch_size) < 2:
+        height, width = self.patch_size
+        if height != width or height < 2 or height & (height - 1):
             raise ValueError(
-                f"patch_size {self.patch_size}: a convolutional stem needs powers of two, such as 4"
+                f"patch_size {self.patch_size}: a convolutional stem needs a power of two, such as 4"
             )
-        self.stem, self.proj = build_stem(stem, in_chans, embed_dim, self.patch_size)
+        self.stem, self.proj = build_stem(stem, in_chans, embed_dim, height)
 
     @property
     def grid_size(self) -> tuple[int, int]:
@@ -54,12 +55,8 @@ class PatchEmbed(nn.Module):
     def set_input_size(self, img_size: Size) -> None:
         """Change the size of images. See `VisionTransformer.set_input_size`."""
         sides = as_pair(img_size, name="img_size")
-        for side, patch in zip(sides, self.patch_size, strict=True):
-            if side % patch:
-                larger = (side // patch + 1) * patch
-                raise ValueError(
-                    f"img_size {side} is not a multiple of patch_size {patch}; try {larger}"
-                )
+        if sides[0] % self.patch_size[0] or sides[1] % self.patch_size[1]:
+            raise ValueError(f"img_size {sides} is not a multiple of patch_size {self.patch_size}")
         self.img_size = sides
 
     def forward(self, images: Images) -> Float[Tensor, "B P D"]:

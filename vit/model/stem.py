@@ -7,9 +7,9 @@ STEMS = ("conv", "conv_pool", "conv_pool_residual", "conv_residual", "patch")
 
 
 def build_stem(
-    stem: str, in_chans: int, embed_dim: int, patch_size: tuple[int, int]
+    stem: str, in_chans: int, embed_dim: int, patch_side: int
 ) -> tuple[nn.Sequential, nn.Module]:
-    """Build a stem, and the layer that follows it on the patch grid. Patch sides are powers of two.
+    """Build a stem, and the layer that follows it on the patch grid. The side of a patch is a power of two.
 
     - "conv": 3×3 convolutions of stride 2 with ReLU, widths doubling up to D, then a 1×1 one (Xiao
       et al. 2021, without batch norm, so that no sample's result depends on its batch).
@@ -19,23 +19,18 @@ def build_stem(
     - "conv_residual": a 3×3 convolution with ReLU and a residual one, on the pixels and again after
       each max pooling, with widths doubling up to D.
     """
-    # A side that has reached the grid keeps its length in the remaining stages.
-    row_halvings, column_halvings = (side.bit_length() - 1 for side in patch_size)
-    num_stages = max(row_halvings, column_halvings)
-    strides = [
-        (1 + (stage < row_halvings), 1 + (stage < column_halvings)) for stage in range(num_stages)
-    ]
+    num_stages = patch_side.bit_length() - 1
     if stem == "conv_residual":
-        strides = [(1, 1), *strides]  # its first stage is on the pixels
+        num_stages += 1  # its first stage is on the pixels
     layers: list[nn.Module] = []
-    for stage, stride in enumerate(strides):
-        stages_left = len(strides) - 1 - stage
+    for stage in range(num_stages):
+        stages_left = num_stages - 1 - stage
         width = embed_dim
         if stages_left:
             width = max(embed_dim >> (2 if stem.startswith("conv_pool") else stages_left), 8)
-        relu, pool = nn.ReLU(inplace=True), nn.MaxPool2d(3, stride, padding=1)
+        relu, pool = nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, padding=1)
         if stem == "conv":
-            layers += [nn.Conv2d(in_chans, width, 3, stride, padding=1), relu]
+            layers += [nn.Conv2d(in_chans, width, 3, 2, padding=1), relu]
         elif stem == "conv_residual":
             convolution = nn.Conv2d(in_chans, width, 3, padding=1, bias=False)
             layers += [*([pool] if stage else []), convolution, relu, ResidualConv(width)]

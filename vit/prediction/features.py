@@ -51,8 +51,8 @@ def compute_features(
 
     Returns:
         Features by number of blocks and pooling ("token": the class token, "avg": the mean of the
-        patches), float32 [n, D] on the CPU. For a model that isn't ours, (0, "pre_logits") is the
-        input of its last linear layer.
+        patches), float32 [n, D] on the CPU. For a model of timm, (0, "pre_logits") is the input of
+        its classifier.
 
     Raises:
         ValueError: An image can't be read, or the model has no pooled features.

@@ -121,12 +121,8 @@ def embed(
         >>> features.shape  # (2, D)
     """
     bundle = open_model(model, device=device)
-    width = count_features(bundle.model)
-    if not width:
-        kind = type(bundle.model).__name__
-        raise ValueError(f"the features of {kind} are unknown; models of vit and timm have some")
     predictor = BatchPredictor.from_bundle(bundle, batch_size=batch_size, precision=precision)
-    features = [np.zeros((0, width), dtype=np.float32)]
+    features = [np.zeros((0, count_features(bundle.model)), dtype=np.float32)]
     for batch in decode_batches(list_inputs(images), predictor.preprocess, batch_size):
         pixels: list[Pixels] = []
         for path, decoded in batch:

@@ -55,14 +55,23 @@ def _load_model(
         raise ValueError(
             "the model of this run was passed from Python; pass it to vit.train(model=…) again"
         )
-    given = config.model.model_fields_set  # defaults aren't the user's choice
+    preset = config.model.preset
+    if preset is not None:
+        raise ValueError(
+            f"model.preset {preset}: the weights of --init have their own architecture"
+        )
     model, values = load_pretrained(
         init, num_classes=num_classes, drop_path_rate=config.model.drop_path_rate
     )
+    # defaults aren't the user's choice
+    given = config.model.model_dump(exclude_unset=True)
+    if "patch_size" in given:
+        given["patch_size"] = as_pair(given["patch_size"], name="model.patch_size")
+    for key, value in given.items():
+        held = model.architecture.get(key, value)
+        if value != held:
+            raise ValueError(f"model.{key} {value}: the weights of --init have {held}")
     patch_size = model.patch_embed.patch_size
-    asked = as_pair(config.model.patch_size, name="model.patch_size")
-    if "patch_size" in given and asked != patch_size:
-        raise ValueError(f"model.patch_size {asked}: the weights of --init have {patch_size}")
     image_size = config.data.image_size or model.patch_embed.img_size
     _check_sizes(config, image_size, patch_size)
     model.set_input_size(image_size)

@@ -61,7 +61,7 @@ def test_what_was_exported_to_timm_comes_back(
     path, _ = save(save_model, tmp_path / "saved.safetensors")
     path = change_task(path, tmp_path / "model.safetensors", task)
     folder = vit.export_model(path, output=tmp_path / "out", format="timm")
-    bundle = load_bundle(f"timm:local-dir:{folder}")
+    bundle = load_bundle(folder)
     photo = load_sample_images().images[0]
     found, expected = (
         {
@@ -154,14 +154,6 @@ def test_the_card_says_what_is_predicted(
     path = change_task(tiny_model_file, tmp_path / "model.safetensors", task)
     card = vit.export_model(path, format="timm", output=tmp_path / "out") / "README.md"
     assert sentence in card.read_text()
-
-
-def test_a_model_without_classes_has_a_card(tmp_path: Path) -> None:
-    headless = timm.create_model("vit_tiny_patch16_224", num_classes=0, img_size=32, depth=1)
-    folder = vit.export_model(headless, output=tmp_path / "out", format="timm")
-    card = (folder / "README.md").read_text()
-    assert "pipeline_tag: image-feature-extraction" in card
-    assert not any(text in card for text in ("classes", "## Accuracy"))
 
 
 def test_the_card_has_the_accuracy_of_an_evaluation_beside_the_run(

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from vit.bundle import ModelLike, keeps_mode, open_model
+from vit.bundle import ModelLike, keeps_mode, open_model, require_classifier
 from vit.deploy.export.card import write_card
 from vit.deploy.export.onnx_file import PROGRAM, convert_to_onnx
 from vit.deploy.export.python_formats import convert_to_folder, write_folder
@@ -38,8 +38,8 @@ def export_model(
         The directory, or the path of model.onnx.
 
     Raises:
-        ValueError: The format can't hold this model, or `attention` is given
-            with another format than ONNX.
+        ValueError: The model has no classifier, the format can't hold it, or
+            `attention` is given with another format than ONNX.
         FileExistsError: `output` holds files.
 
     Example:
@@ -50,6 +50,7 @@ def export_model(
     if attention and format != "onnx":
         raise ValueError(f"--attention is an option of --format onnx, not of {format}")
     bundle = open_model(model, device="cpu")
+    require_classifier(bundle)
     # the exporters know the layers of this project alone
     if not isinstance(bundle.model, VisionTransformer):
         bundle = replace(bundle, model=load_timm(bundle.model))

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from vit.bundle import MULTILABEL, Bundle, require_classifier
+from vit.bundle import MULTILABEL, Bundle
 from vit.explanation.methods.rollout import LogitsAndRollout
 from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.version import __version__
@@ -58,9 +58,8 @@ def convert_to_onnx(bundle: Bundle, *, attention: bool) -> Any:
             "probabilities" and "attention".
 
     Raises:
-        ValueError: The model has no classifier, or a package is missing.
+        ValueError: A package is missing.
     """
-    require_classifier(bundle)
     try:
         import onnx
         import onnxscript  # noqa: F401  # torch's exporter needs it

@@ -37,21 +37,18 @@ _HEADERS = {
 Json = Mapping[str, Any]
 
 
-def build_app(
-    bundle: Bundle, *, precision: str = "auto", hosts: Sequence[str] = LOCAL_HOSTS
-) -> FastAPI:
+def build_app(bundle: Bundle, *, hosts: Sequence[str] = LOCAL_HOSTS) -> FastAPI:
     """Build the application.
 
     Args:
         bundle: The model. If its attention can't be read, answers have no map.
-        precision: Precision of predictions, see `vit.evaluate`; maps are computed in float32.
         hosts: Requests must name one of them, so that no other site can let its name point here.
             "*.example.com" is each name below example.com.
 
     Raises:
-        ValueError: The precision is unknown, or the model has no classifier.
+        ValueError: The model has no classifier.
     """
-    service = _Service(bundle, precision=precision)
+    service = _Service(bundle)
     # the framework's own pages load scripts from another site
     app = FastAPI(title="vit serve", version=__version__, docs_url=None, redoc_url=None)
     app.get("/health")(service.show_health)
@@ -98,9 +95,9 @@ class _Service:
     Several photos are decoded at a time, predicted together, and explained one after the other.
     """
 
-    def __init__(self, bundle: Bundle, *, precision: str) -> None:
+    def __init__(self, bundle: Bundle) -> None:
         self.bundle = bundle
-        self._predictor = Predictor(bundle, precision=precision, batch_size=MAX_BATCH)
+        self._predictor = Predictor(bundle, batch_size=MAX_BATCH)
         if bundle.device.type == "cpu":
             self._predictor.batch_size = 8  # the threads share the photos that wait
         if bundle.is_multilabel:

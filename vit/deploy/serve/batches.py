@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
 from vit.prediction.predictor import Pixels
@@ -37,16 +38,16 @@ class Batches:
             self._worker = loop.create_task(self._work())
         return await future
 
-    async def run(self, function: Callable[..., Value], *values: object) -> Value:
+    async def run(self, function: Callable[[], Value]) -> Value:
         """Return the value of a function that runs on the thread, between two batches."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *values)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function)
 
     async def _work(self) -> None:
         while self._waiting:
             batch, self._waiting = self._waiting[:MAX_BATCH], self._waiting[MAX_BATCH:]
             photos = [photo for photo, _ in batch]
             try:
-                predictions = await self.run(self._predict, photos)
+                predictions = await self.run(partial(self._predict, photos))
             except Exception as error:
                 for _, future in batch:
                     if not future.done():

@@ -22,7 +22,6 @@ def serve(
     port: int = 8000,
     allow_host: list[str] | None = None,
     device: str = "auto",
-    precision: str = "auto",
 ) -> None:
     """Serve a page that explains photos, until Ctrl-C.
 
@@ -35,7 +34,6 @@ def serve(
         port: Port to listen on; 0 takes a free one.
         allow_host: Another name of this machine, such as a proxy's; may be repeated.
         device: See `vit.evaluate`.
-        precision: See `vit.evaluate`.
     """
     try:
         # torch and the server, which `vit --help` does without
@@ -48,17 +46,11 @@ def serve(
             "vit serve needs FastAPI, uvicorn and others: pip install '.[serve]' in the clone of vit"
         ) from error
 
-    try:
-        listener = socket.create_server((host, port))
-    except OSError as error:
-        raise OSError(
-            f"{host} port {port} can't be used ({error.strerror}); choose another --port or --host"
-        ) from error
-    with listener, suppress(KeyboardInterrupt):
+    with socket.create_server((host, port)) as listener, suppress(KeyboardInterrupt):
         with show_progress(f"opening {model}"):
             bundle = open_model(model, device=device)
             hosts = [*LOCAL_HOSTS, host, *(allow_host or [])]
-            app = build_app(bundle, precision=precision, hosts=hosts)
+            app = build_app(bundle, hosts=hosts)
         echo(f"http://{host}:{listener.getsockname()[1]}  (Ctrl-C ends it)", err=True)
         config = uvicorn.Config(
             app,
