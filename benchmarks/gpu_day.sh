@@ -35,8 +35,6 @@ fi
 part() {
   local name=$1 limit=$2 start=$SECONDS code
   shift 2
-  # a rehearsal on a CPU takes longer
-  [ -n "${SMALL:-}" ] && limit=$((2 * limit))
   [ "$limit" -gt $((all - SECONDS)) ] && limit=$((all - SECONDS))
   [ "$limit" -lt 5 ] && { echo "===== $name: no time left" | tee -a "$out/log.txt"; return; }
   timeout --kill-after 5 "$limit" "$@" > "$scratch/part.txt" 2>&1
@@ -49,7 +47,7 @@ part() {
 part attention 60 python3 benchmarks/gpu/sdpa_nan.py --device "$device" --output "$out"
 part speedrun 290 python3 benchmarks/time_to_accuracy.py configs/cifar10/speedrun.yaml data.name=folder \
   data.root="$root" $run train.evaluate_every_epochs=1000 --seeds 2 --cache "$scratch/decoded" --output "$out"
-part throughput 120 python3 benchmarks/train_throughput.py "$root" --variants resident engine \
+part throughput 180 python3 benchmarks/train_throughput.py "$root" --variants resident engine \
   --rounds 1 --seconds "$seconds" --device "$device" --output "$out"
-part tests 120 python3 -m pytest -q -p no:cacheprovider tests/cuda
+part tests 180 python3 -m pytest -q -p no:cacheprovider tests/cuda
 rm -r "$scratch"

@@ -66,7 +66,7 @@ class Bundle:
         metadata: All metadata of its file.
         training_hashes: SHA-256 digests and dHashes of the training images.
         likeness: Features by which images are compared with the training images.
-        passed_images: Images that `vit.train` got from Python, for functions that get the result.
+        passed_images: Images that `vit.train` got from Python.
 
     Example:
         >>> bundle = vit.Bundle.from_model(timm_model, class_names=("cat", "dog"))
@@ -161,7 +161,7 @@ class Bundle:
 
     @property
     def device(self) -> torch.device:
-        """The device on which the model's weights are."""
+        """The device of the weights."""
         return next(self.model.parameters()).device
 
     @property
@@ -177,8 +177,7 @@ class Bundle:
 
     @property
     def is_multilabel(self) -> bool:
-        """True if an image may have several labels: each has a probability of its own, the sigmoid
-        of its logit."""
+        """True if an image may have several labels, each with the sigmoid of its logit."""
         return self.data.get("task") == MULTILABEL
 
     @property
@@ -214,9 +213,7 @@ def keeps_mode(function: Function) -> Function:
     def run(model: ModelLike, *args: Any, **kwargs: Any) -> Any:
         with ExitStack() as stack:
             for each in model if isinstance(model, list | tuple) else [model]:
-                net = each.model if isinstance(each, Bundle) else each
-                if isinstance(net, nn.Module):
-                    stack.enter_context(keep_mode(net))
+                stack.enter_context(keep_mode(each.model if isinstance(each, Bundle) else each))
             return function(model, *args, **kwargs)
 
     return cast(Function, run)

@@ -18,9 +18,9 @@ _INTERPOLATIONS = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
 
 
 @contextmanager
-def keep_mode(model: nn.Module) -> Iterator[None]:
-    """Restore the training or evaluation mode of every submodule at the end."""
-    modules = list(model.modules())
+def keep_mode(model: object) -> Iterator[None]:
+    """Restore the training or evaluation mode of every submodule at the end; of a name, nothing."""
+    modules = list(model.modules()) if isinstance(model, nn.Module) else []
     modes = [module.training for module in modules]
     try:
         yield
