@@ -1,4 +1,4 @@
-"""Load a model with all that is needed to use it: from a model file, timm, or a module of another
+"""Load a model with all that is needed to use it: from a file, timm, or a module of another
 library."""
 
 import dataclasses
