@@ -1,7 +1,5 @@
 """`vit info`: what this machine will use, or what a model file holds."""
 
-import yaml
-
 from vit.runtime.command import Command
 from vit.runtime.console import echo
 
@@ -15,6 +13,9 @@ def info(model: str | None = None) -> None:
     Args:
         model: See `vit.evaluate`.
     """
+    # `vit --help` does without
+    import yaml
+
     facts = _describe_model(model) if model else _describe_machine()
     echo(yaml.safe_dump(facts, sort_keys=False, allow_unicode=True).rstrip())
 

@@ -23,7 +23,7 @@ from vit.explanation.checks.token_ablation import build_removal
 from vit.explanation.methods.maps import compute_maps
 from vit.explanation.methods.registry import METHODS
 
-ALL = [name for name, method in METHODS.items() if method.models != "feature map"]
+ALL = [name for name, method in METHODS.items() if "attention" in method.models]
 
 
 def compute_reference(
