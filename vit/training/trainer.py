@@ -16,6 +16,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -122,6 +123,9 @@ class Trainer:
                 # ends first.
                 if isinstance(error, RuntimeError) and "DataLoader worker" not in str(error):
                     raise
+                # The handler may raise only now; without workers it doesn't.
+                with suppress(RuntimeError):
+                    self.train_batches.close()
                 raise OSError(
                     "a data-loading worker was killed (out of memory, or a full /dev/shm?), or"
                     " could not start, see above; continue with --resume and fewer data.workers"
