@@ -16,7 +16,6 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -124,7 +123,7 @@ class Trainer:
                 if isinstance(error, RuntimeError) and "DataLoader worker" not in str(error):
                     raise
                 # The handler may raise only now; without workers it doesn't.
-                with suppress(RuntimeError):
+                with contextlib.suppress(RuntimeError):
                     self.train_batches.close()
                 raise OSError(
                     "a data-loading worker was killed (out of memory, or a full /dev/shm?), or"
