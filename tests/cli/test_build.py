@@ -1,8 +1,8 @@
 """A command is built from the public function's signature and its `Args:`."""
 
+import socket
 import subprocess
 import sys
-from contextlib import nullcontext
 from importlib import import_module
 from inspect import Parameter, signature
 from pathlib import Path
@@ -133,7 +133,7 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     def listen(address: object) -> Any:
         addresses.append(address)
-        return nullcontext()
+        return socket.socket()
 
     monkeypatch.setattr("socket.create_server", listen)
     monkeypatch.setattr("vit.bundle.open_model", lambda _, device: (device, addresses))

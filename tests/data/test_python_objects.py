@@ -51,7 +51,7 @@ FORMS: dict[str, Any] = {
 @pytest.mark.parametrize("form", FORMS)
 def test_each_form_keeps_images_and_labels_together(form: str) -> None:
     images = number_listing(find_python_objects(FORMS[form], None)).split("train")
-    assert [images.describe_labels(index) for index in range(COUNT)] == NAMES
+    assert [images.class_names[label] for label in images.labels] == NAMES
     assert [images.image(index).getpixel((0, 0))[0] for index in range(COUNT)] == LEVELS.tolist()
     chosen = images.subset([5, 2])
     assert chosen.image(0).getpixel((0, 0))[0] == LEVELS[5]

@@ -3,9 +3,6 @@
 from vit.runtime.command import Command
 from vit.runtime.console import echo
 
-# parts of a model file that are lists of all training images
-_LONG = ("conformal",)
-
 
 def info(model: str | None = None) -> None:
     """Show what this machine will use, or what a model file holds.
@@ -53,4 +50,6 @@ def _describe_model(source: str) -> dict[str, object]:
         "class_names": list(bundle.class_names),
         "preprocess": bundle.preprocess.to_dict(),
     }
-    return {name: value for name, value in facts.items() if value and name not in _LONG}
+    # it lists the training images
+    facts.pop("conformal", None)
+    return {name: value for name, value in facts.items() if value}

@@ -78,13 +78,6 @@ class ImageDataset:
         """Decode the image at `index` to RGB in full size. Raises ValueError or OSError."""
         return self.reader.image(index)
 
-    def describe_labels(self, index: int) -> str:
-        """Return the class of an image, or the names of its labels."""
-        if not self.is_multilabel:
-            return self.class_names[int(self.labels[index])]
-        places = np.flatnonzero(self.labels[index]).tolist()
-        return ", ".join(self.class_names[place] for place in places) or "no label"
-
     def read_sample(self, indices: Iterable[int]) -> Iterator[Image.Image]:
         """Read the images at `indices` that can be read. Raises ValueError if none can."""
         chosen = list(indices)

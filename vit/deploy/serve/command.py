@@ -47,6 +47,8 @@ def serve(
         ) from error
 
     with socket.create_server((host, port)) as listener, suppress(KeyboardInterrupt):
+        # or the end of each answer waits 40 ms for the client to confirm its beginning
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, True)
         with show_progress(f"opening {model}"):
             bundle = open_model(model, device=device)
             hosts = [*LOCAL_HOSTS, host, *(allow_host or [])]

@@ -26,7 +26,7 @@ from vit.model.model_info import find_image_size, keep_mode, unwrap_model
 from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.tensors import Images
 
-# What maps of a model are read from.
+# Maps of a model are read from one of these.
 Source = Literal["attention", "feature map", "pixels"]
 
 
