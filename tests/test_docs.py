@@ -50,7 +50,7 @@ WITH_MARKS = [
 
 # Commands are parsed, and executed but for these: a pattern, and why
 NOT_EXECUTED = {
-    "timm:|hf:|torchvision:|flowers102|fashion_mnist|cifar10|imagenette/cpu|IMAGENET|CIFAR10": (
+    "timm:|hf:|fashion_mnist|cifar10|imagenette/cpu|IMAGENET|CIFAR10": (
         "the images or weights have to be downloaded"
     ),
     "s3:|https:": "tests/data/sources/test_remote.py executes them",

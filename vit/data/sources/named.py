@@ -1,11 +1,7 @@
-"""Sets known by name: scikit-learn's digits, sets of torchvision, Imagenette, an ImageNet folder."""
+"""Sets known by name: scikit-learn's digits, four of torchvision, Imagenette, an ImageNet folder."""
 
 import gzip
-import inspect
-import math
-import os
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -14,15 +10,7 @@ from typing import Any
 import numpy as np
 
 from vit.data.dataset import Request
-from vit.data.sources.base import (
-    SPLIT_OF,
-    ArrayReader,
-    FileReader,
-    ImageReader,
-    Root,
-    find_split_folders,
-    relative_path,
-)
+from vit.data.sources.base import ArrayReader, Root, find_split_folders
 from vit.data.sources.folders import check_root, find_class_folders
 from vit.data.sources.listing import Listing
 from vit.runtime.arguments import first_line, shorten
@@ -37,13 +25,6 @@ _TORCHVISION = {
     "cifar100": "CIFAR100",
     "mnist": "MNIST",
     "fashion_mnist": "FashionMNIST",
-}
-# splits of torchvision's sets as their `split` calls them, where they aren't train and test
-_SPLITS = {
-    "Country211": ("train", "valid", "test"),
-    **dict.fromkeys(
-        ("DTD", "FGVCAircraft", "Flowers102", "RenderedSST2"), ("train", "val", "test")
-    ),
 }
 
 
@@ -67,8 +48,9 @@ def find_imagenette(request: Request) -> Listing:
     split."""
     folder = _choose_folder("imagenette", request.root)
     # the folder itself, or the place where the download was unpacked
-    copies = filter(is_imagenette, (folder, *sorted(folder.glob("imagenette2*"))))
-    copy = next(copies, None)
+    places = filter(Path.is_dir, (folder, *sorted(folder.glob("imagenette2*"))))
+    wanted = {"train", "validation"}
+    copy = next((each for each in places if wanted <= find_split_folders(each).keys()), None)
     if copy is None:
         # takes seconds to import
         from torchvision.datasets import Imagenette
@@ -79,17 +61,9 @@ def find_imagenette(request: Request) -> Listing:
     return find_class_folders("imagenette", copy, request.classes)
 
 
-def is_imagenette(folder: Path) -> bool:
-    """Return true for a folder with the splits of Imagenette."""
-    return folder.is_dir() and {"train", "validation"} <= find_split_folders(folder).keys()
-
-
 def find_imagenet(request: Request) -> Listing:
     """List an ImageNet folder, train/<wnid> and val/<wnid>, whose classes have a wnid and a name."""
-    folder = check_root(request.place)
-    if "train" not in find_split_folders(folder):
-        raise ValueError(f"data.root {folder} has no folders train/<wnid> and val/<wnid>")
-    return find_class_folders("imagenet", folder, request.classes)
+    return find_class_folders("imagenet", check_root(request.place), request.classes)
 
 
 def _choose_folder(name: str, root: Root) -> Path:
@@ -125,119 +99,72 @@ def _open_or_download(
 
 
 def find_torchvision(name: str, request: Request) -> Listing:
-    """List a set of torchvision; missing files are downloaded with torchvision's checksums.
-
-    Splits are the published ones. Classes have torchvision's names, or numbers if it has none.
-
-    Args:
-        name: The data.name.
-        request: Its root is torchvision's `root`, or a folder of idx files; None is the cache.
+    """List CIFAR-10, CIFAR-100, MNIST or Fashion-MNIST in torchvision's files, or in idx files in the
+    root itself. Missing files are downloaded with torchvision's checksums.
 
     Raises:
         OSError: The download failed; the message says how to do it by hand.
-        ValueError: Files are damaged, or the set has no splits, or images that can't be listed.
+        ValueError: It is another set, or files are damaged.
     """
+    set_name = _TORCHVISION.get(name, name.partition(":")[2])
+    if set_name not in _TORCHVISION.values():
+        raise ValueError(
+            f"{name} is not known by name; pass torchvision's sets from Python, as"
+            ' dataset={"train": SVHN(…), "test": SVHN(…)}'
+        )
     # takes seconds to import
     from torchvision import datasets
 
-    set_name = _TORCHVISION.get(name, name.partition(":")[2])
-    dataset_class: Any = getattr(datasets, set_name, None)
-    is_class = inspect.isclass(dataset_class)
-    options = inspect.signature(dataset_class).parameters if is_class else {}
-    key = next((each for each in ("train", "split") if each in options), None)
-    if key is None or "download" not in options:
-        raise ValueError(
-            f"{name} is not a set of torchvision with splits, such as torchvision:SVHN; pass others"
-            " from Python as dataset=…"
-        )
+    dataset_class: Any = getattr(datasets, set_name)
     folder = _choose_folder(set_name.lower(), request.root)
-    # Debian's packages and hand-made copies have idx files in the folder itself
-    has_idx = issubclass(dataset_class, datasets.MNIST) and any(folder.glob("train-images?idx3*"))
-    open_set = partial(dataset_class, folder, download=False)
-    # a `loader` of torchvision opens an image; this one returns its path
-    if "loader" in options:
-        open_set = partial(open_set, loader=os.fspath)
-    images: list[Any] = []
-    numbers: list[int] = []
+    # Debian's packages and hand-made copies
+    has_idx = any(folder.glob("train-images?idx3*"))
+    # drawn splits depend on the ids
+    width = 5 if has_idx or set_name.startswith("CIFAR") else 6
+    pixels: list[np.ndarray] = []
+    labels: list[str] = []
+    ids: list[str] = []
     splits: list[str] = []
-    names: Sequence[str] | None = None
     try:
-        for given in _SPLITS.get(set_name, ("train", "test")):
+        for split, prefix in (("train", "train"), ("test", "t10k")):
             if has_idx:
                 names = dataset_class.classes
-                found = _read_idx_pair(folder, {"train": "train", "test": "t10k"}[given])
+                images = _read_idx(folder, f"{prefix}-images?idx3-ubyte*")
+                targets = _read_idx(folder, f"{prefix}-labels?idx1-ubyte*")
             else:
-                value = given == "train" if key == "train" else given
-                dataset = _open_or_download(
-                    partial(open_set, **{key: value}), name, folder, download=request.download
-                )
-                names = getattr(dataset, "classes", None)
-                found = _read_published(dataset)
-            images += found[0]
-            numbers += map(int, found[1])
-            splits += [SPLIT_OF[given]] * len(found[1])
-        names = list(map(str, names or range(max(numbers) + 1)))
-        if not 0 <= min(numbers) <= max(numbers) < len(names):
-            raise ValueError(f"labels from {min(numbers)} to {max(numbers)}, {len(names)} classes")
-        reader: ImageReader
-        if isinstance(images[0], str | os.PathLike):
-            reader = FileReader(folder, [relative_path(path, folder) for path in images])
-        else:
-            width = 5 if has_idx or set_name.startswith("CIFAR") else 6
-            counts = Counter(splits)
-            ids = [f"{split}/{k:0{width}d}" for split in counts for k in range(counts[split])]
-            reader = ArrayReader(np.stack(images), ids)
+                open_set = partial(dataset_class, folder, train=split == "train")
+                dataset = _open_or_download(open_set, name, folder, download=request.download)
+                names = dataset.classes
+                images, targets = np.asarray(dataset.data), np.asarray(dataset.targets)
+            if len(images) != len(targets):
+                raise ValueError(f"{len(images)} images and {len(targets)} labels")
+            pixels.append(images)
+            labels += [names[target] for target in targets.tolist()]
+            ids += [f"{split}/{number:0{width}d}" for number in range(len(images))]
+            splits += [split] * len(images)
+        reader = ArrayReader(np.concatenate(pixels), ids)
     except Exception as error:
         # a download failed
         if isinstance(error, OSError) and not isinstance(error, gzip.BadGzipFile):
             raise
-        # for damaged files that it doesn't check, torchvision raises errors of any type
+        # damaged files that have no checksum raise errors of any type
         reason = f"{type(error).__name__}: {shorten(first_line(error))}"
-        raise ValueError(
-            f"the files of {name} in {folder} can't be read ({reason}); copy them again, or pass"
-            " torchvision's sets from Python as dataset=…"
-        ) from error
-    labels = [names[number] for number in numbers]
+        text = f"the files of {name} in {folder} can't be read ({reason}); copy them again"
+        raise ValueError(text) from error
     return Listing(
         name=name, origin=name, labels=labels, reader=reader, splits=splits, class_names=names
     )
 
 
-def _read_published(dataset: Any) -> tuple[Sequence[Any], Sequence[int]]:
-    """Return the pixels of a set's images, or their paths, and their labels."""
-    if hasattr(dataset, "loader"):
-        items = [dataset[index] for index in range(len(dataset))]
-        return [image for image, _ in items], [label for _, label in items]
-    labels: Any = getattr(dataset, "targets", getattr(dataset, "labels", None))
-    if not hasattr(dataset, "data") or labels is None:
-        raise ValueError("its images are opened one by one")
-    pixels = np.asarray(dataset.data)
-    # SVHN and STL-10 have the channels first
-    is_first = pixels.ndim == 4 and pixels.shape[1] == 3
-    return list(pixels.transpose(0, 2, 3, 1) if is_first else pixels), labels
-
-
-def _read_idx_pair(folder: Path, prefix: str) -> tuple[Sequence[Any], Sequence[int]]:
-    """Read the images and labels of a split in idx files, plain or .gz."""
-    images = _read_idx(folder, f"{prefix}-images?idx3-ubyte*", 3)
-    labels = _read_idx(folder, f"{prefix}-labels?idx1-ubyte*", 1)
-    if len(images) != len(labels):
-        raise ValueError(f"{len(images)} images and {len(labels)} labels in {prefix}")
-    return list(images), labels.tolist()
-
-
-def _read_idx(folder: Path, pattern: str, dimensions: int) -> np.ndarray:
+def _read_idx(folder: Path, pattern: str) -> np.ndarray:
+    """Read an idx file of bytes, plain or .gz: 0, 0, 8, the number of dimensions, each dimension,
+    the values. Raises ValueError for another number of values."""
     path = min(folder.glob(pattern), default=folder / pattern)
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-        # two zero bytes, 8 for unsigned bytes, the number of dimensions, each dimension
-        header = file.read(4 + 4 * dimensions)
-        shape = np.frombuffer(header, ">u4", offset=4).tolist()
-        is_right = header[:4] == bytes([0, 0, 8, dimensions])
-        if not is_right or not 0 < math.prod(shape) <= _MAX_UNPACKED:
-            raise ValueError(f"{path} has another header than an idx file")
-        # one more, so that a longer file is refused
-        content = file.read(math.prod(shape) + 1)
-    return np.frombuffer(content, np.uint8).reshape(shape)
+        content = file.read(_MAX_UNPACKED)
+    start = 4 + 4 * content[3]
+    shape = np.frombuffer(content[4:start], ">u4")
+    return np.frombuffer(content[start:], np.uint8).reshape(shape)
 
 
 NAMED: Mapping[str, Callable[[Request], Listing]] = {

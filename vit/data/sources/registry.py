@@ -56,7 +56,7 @@ def require_kind(data: object) -> str:
             raise ValueError(f"--data {problem}")
         names = list(filter(is_named, SOURCES))
         raise ValueError(
-            f"--data {data} is not a data set ({', '.join(names)}, torchvision:NAME), a table (.csv,"
+            f"--data {data} is not a data set ({', '.join(names)}), a table (.csv,"
             " .jsonl, .parquet), a folder or shards (.tar)"
             f"{suggest(str(data), names) or '; check the path'}"
         )
