@@ -4,7 +4,7 @@ import socket
 import subprocess
 import sys
 from importlib import import_module
-from inspect import Parameter, signature
+from inspect import signature
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,8 +15,9 @@ import vit
 from tests.conftest import Launcher
 from vit.cli.build import find_flag, read_parameters
 from vit.cli.main import COMMANDS, app
+from vit.runtime.arguments import check_minimum
 from vit.runtime.command import Command
-from vit.runtime.signatures import REQUIRED, check_arguments, read_signature
+from vit.runtime.signatures import read_signature
 
 ALL: dict[str, Command] = {
     command.run.__name__: command
@@ -35,9 +36,8 @@ def test_every_parameter_of_the_function_is_an_option_or_for_python_only(command
     parameters = signature(getattr(vit, command.function)).parameters
     assert passed.keys() | set(command.python_only) == parameters.keys()
     for name, read in passed.items():
-        default = parameters[name].default
-        assert read.default is REQUIRED if default is Parameter.empty else read.default == default
-        assert read.is_keyword == (parameters[name].kind is Parameter.KEYWORD_ONLY)
+        assert read.default == parameters[name].default
+        assert read.is_keyword == (parameters[name].kind is parameters[name].KEYWORD_ONLY)
         assert read.help or name in own, f"{name} has no text under Args:"
 
 
@@ -81,12 +81,7 @@ MODES: dict[str, tuple[tuple[str, ...], set[str]]] = {
     "audit": (("audit", "photos", "-o", "out"), set()),
     "compare": (("compare", "a", "b", "-o", "out"), set()),
     "evaluate": (("evaluate", "imagenette"), set()),
-    "explain photos": (("explain", "imagenette", "photos", "-o", "out"), {"num_images"}),
-    "explain figures": (
-        ("explain", "imagenette", "photos", "-o", "out", "--format", "pdf"),
-        {"num_images"},
-    ),
-    "explain the test split": (("explain", "imagenette", "-o", "out"), set()),
+    "explain": (("explain", "imagenette", "-o", "out"), set()),
     "predict": (("predict", "imagenette", "photos"), set()),
     "predict into a file": (
         ("predict", "imagenette", "photos", "--output", "out.jsonl"),
@@ -174,7 +169,8 @@ def test_an_option_is_used_or_refused(mode: str, cli: Launcher, desk: Path) -> N
     assert refused == unused
 
 
-def test_numbers_from_python_have_the_same_bounds() -> None:
-    for count, message in ((0, "at least 1"), (10, "at most 9")):
-        with pytest.raises(ValueError, match=f"^count {count} must be {message}"):
-            check_arguments(count=(1, 9))(dict)(count=count)
+def test_numbers_have_minima(cli: Launcher) -> None:
+    with pytest.raises(ValueError, match=r"^count 0 must be at least 1"):
+        check_minimum(count=1)(dict)(count=0)
+    assert check_minimum(count=1)(dict)(count=1) == {"count": 1}
+    assert "top_k 0 must be" in cli.fail("predict", "imagenette", "docs", "--top-k", "0")

@@ -99,7 +99,7 @@ def test_every_format_is_written(
         ),
         (
             ["--num-images", "3"],
-            "--num-images has no effect on images that are named; leave it out",
+            "num_images has no effect on images that are named; leave it out",
         ),
     ],
 )

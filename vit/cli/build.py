@@ -6,7 +6,6 @@ default and text. They are read from the source, so that `--help` needs no torch
 
 - A parameter before the `*` is an argument, one after it an option: `batch_size` is --batch-size.
 - Its help is the first sentence under `Args:`; "None: …" says what the default None means.
-- `@check_arguments(batch_size=(1, None))` gives the smallest and largest value.
 - A required `output` has a default, `choose_output`.
 
 A command is a module with a `COMMAND` that `vit.cli.main` names: see vit/analysis/audit/command.py.
@@ -19,6 +18,7 @@ import inspect
 import os
 import re
 from collections.abc import Mapping
+from functools import partial
 from importlib import import_module
 from itertools import count
 from operator import attrgetter
@@ -28,87 +28,70 @@ from typing import Annotated, Any
 import typer
 
 from vit.runtime.arguments import as_tuple
-from vit.runtime.command import Call, Command
+from vit.runtime.command import Command
 from vit.runtime.files import clean_name, expand_home
-from vit.runtime.signatures import (
-    REQUIRED,
-    Names,
-    Parameter,
-    list_public_names,
-    read_signature,
-)
+from vit.runtime.signatures import Names, Parameter, list_public_names, read_signature
 
 # second names of options
 _SHORT = {"output": ("-o",)}
 _KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY
+_REQUIRED = inspect.Parameter.empty
+Parameters = dict[str, Parameter]
 
 
 def add_command(app: typer.Typer, command: Command) -> None:
     """Add a command to the command line."""
-    title = (inspect.getdoc(command.run) or "").partition("\n")[0]
-    app.command(command.run.__name__, short_help=title)(build_function(command))
+    # Typer reads the signature
+    passed, own = read_parameters(command)
+    merged = passed | own
+    flags = {name: find_flag(command, each) for name, each in merged.items()}
+
+    def run(**values: Any) -> None:
+        arguments = {name: _convert(value, merged[name]) for name, value in values.items()}
+        if "output" in merged and merged["output"].default is _REQUIRED:
+            arguments["output"] = arguments["output"] or choose_output(
+                command.run.__name__, arguments
+            )
+        own_values = {name: arguments.pop(name) for name in own}
+        if command.function:
+            command.run(partial(_call, command.function, **arguments), **own_values)
+        else:
+            command.run(**own_values)
+
+    # arguments before options
+    ordered = sorted(merged.values(), key=attrgetter("is_keyword"))
+    parameters = [_build_parameter(each, flags) for each in ordered]
+    text = inspect.getdoc(command.run) or ""
+    run.__doc__ = text.partition("Args:\n")[0]
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # PEP 362
+    run.__annotations__ = {each.name: each.annotation for each in parameters}
+    app.command(command.run.__name__, short_help=text.partition("\n")[0])(run)
 
 
-def read_parameters(command: Command) -> tuple[dict[str, Parameter], dict[str, Parameter]]:
+def read_parameters(command: Command) -> tuple[Parameters, Parameters]:
     """Return the parameters of the public function that are arguments or options, and the command's
     own."""
-    own = dict(read_signature(command.run.__module__, command.run.__name__))
+    own = read_signature(command.run.__module__, command.run.__name__)
     passed = {}
     if command.function:
         # the public function itself
         del own[next(iter(own))]
-        passed = dict(read_signature(list_public_names()[command.function], command.function))
+        passed = read_signature(list_public_names()[command.function], command.function)
     for name in command.python_only:
         del passed[name]
     return passed, own
 
 
-def build_function(command: Command) -> Any:
-    """Return a function with the signature that Typer reads, which runs the command."""
-    passed, own = read_parameters(command)
-    merged = {name: own.get(name, each) for name, each in passed.items()} | own
-    flags = {name: find_flag(command, each) for name, each in merged.items()}
-
-    def run(context: typer.Context, **values: Any) -> None:
-        arguments = {name: _read(value, merged[name]) for name, value in values.items()}
-        output = merged.get("output")
-        if output and output.default is REQUIRED and arguments["output"] is None:
-            arguments["output"] = choose_output(command.run.__name__, arguments)
-        own_values = {name: arguments.pop(name) for name in own}
-        if not command.function:
-            command.run(**own_values)
-            return
-
-        # The command may look at the values before the function, with torch, is imported.
-        def function(*positional: Any, **values: Any) -> Any:
-            return getattr(import_module("vit"), command.function)(*positional, **values)
-
-        call = Call(function, **arguments)
-        sources = {name: context.get_parameter_source(name) for name in values}
-        call.given = {
-            name: flags[name].partition("/")[0]
-            for name, source in sources.items()
-            if source is not None and source.name == "COMMANDLINE"
-        }
-        command.run(call, **own_values)
-
-    # arguments before options
-    ordered = sorted(merged.values(), key=attrgetter("is_keyword"))
-    parameters = [
-        inspect.Parameter("context", _KEYWORD_ONLY, annotation=typer.Context),
-        *(_build_parameter(each, flags) for each in ordered),
-    ]
-    run.__doc__ = (inspect.getdoc(command.run) or "").partition("Args:\n")[0]
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # PEP 362
-    run.__annotations__ = {each.name: each.annotation for each in parameters}
-    return run
+def _call(function: str, /, *positional: Any, **values: Any) -> Any:
+    # imported with torch, after the command has looked at the values
+    return getattr(import_module("vit"), function)(*positional, **values)
 
 
 def _build_parameter(parameter: Parameter, flags: Mapping[str, str]) -> inspect.Parameter:
     name, kind, default = parameter.name, parameter.kind, parameter.default
     # other parameters are named as on the command line
     text = re.sub(r"`([^`]+)`", lambda match: flags.get(match[1], match[1]), parameter.help)
-    if name == "output" and default is REQUIRED:
+    if name == "output" and default is _REQUIRED:
         default = None
         text += "  [default: runs/NAME-N]"
     if kind == Names:
@@ -116,13 +99,9 @@ def _build_parameter(parameter: Parameter, flags: Mapping[str, str]) -> inspect.
         default = ",".join(as_tuple(default))
     info: Any = typer.Argument(help=text, metavar=flags[name])
     if parameter.is_keyword:
-        minimum, maximum = parameter.bounds
-        short = _SHORT.get(name, ())
-        info = typer.Option(flags[name], *short, help=text, min=minimum, max=maximum)
+        info = typer.Option(flags[name], *_SHORT.get(name, ()), help=text)
     if default is None:
         kind |= None
-    elif default is REQUIRED:
-        default = inspect.Parameter.empty
     return inspect.Parameter(name, _KEYWORD_ONLY, default=default, annotation=Annotated[kind, info])
 
 
@@ -136,7 +115,7 @@ def find_flag(command: Command, parameter: Parameter) -> str:
     return f"--{flag.replace('_', '-')}"
 
 
-def _read(value: Any, parameter: Parameter) -> Any:
+def _convert(value: Any, parameter: Parameter) -> Any:
     """Return the value of an option as the function takes it."""
     if parameter.kind == Names and value is not None:
         return tuple(part.strip() for part in value.split(",") if part)

@@ -30,7 +30,6 @@ def explain(
     paths = None
     models, images = take_models(find.keywords["model"], images or [])
     if images:
-        find.refuse(["num_images"], "has no effect on images that are named")
         check_images(models, images)
         paths = sorted({str(path) for path in list_images(list_names(images))})
     find(images=paths, model=models, output=output)

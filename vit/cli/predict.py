@@ -23,6 +23,7 @@ def predict(
     call: Call,
     images: list[str],
     *,
+    top_k: int | None = None,
     engine: Literal["local", "ray"] = "local",
 ) -> None:
     """Predict the most probable classes of images.
@@ -36,6 +37,7 @@ def predict(
     Args:
         images: Files, folders or tables, or - for a list of them on standard input. Models before
             them (runs, model files, timm:NAME) are averaged with MODEL.
+        top_k: Classes for each image. None: 5.
         engine: local, or ray: a cluster, which reads folders, .csv, Parquet and addresses, and
             writes Parquet into `output`.
     """
@@ -47,10 +49,12 @@ def predict(
     keywords = {**call.keywords, "model": model}
     if engine == "ray":
         # its rows have the probability of every class
-        call.refuse(["top_k"], "has no effect with --engine ray")
-        del keywords["top_k"]
+        if top_k is not None:
+            raise ValueError("--top-k has no effect with --engine ray; leave it out")
         _predict_on_ray(list(list_names(images)), keywords)
     else:
+        if top_k is not None:
+            keywords["top_k"] = top_k
         _predict(images, keywords)
 
 

@@ -22,16 +22,16 @@ from vit.prediction.conformal import measure_sets
 from vit.prediction.decision import describe_decision, read_class_threshold, read_thresholds
 from vit.prediction.predictor import BatchPredictor
 from vit.prediction.probabilities import Float32s
+from vit.runtime.arguments import check_minimum
 from vit.runtime.device import describe_device
 from vit.runtime.metrics_file import OUT_OF_FOLD_FILE
 from vit.runtime.processes import current_process, join_processes
 from vit.runtime.progress import show_progress
-from vit.runtime.signatures import check_arguments
 from vit.runtime.version import collect_versions
 
 
 @keeps_mode
-@check_arguments(num_examples=(0, None), batch_size=(1, None))
+@check_minimum(num_examples=0, batch_size=1)
 def evaluate(
     model: Models,
     *,

@@ -15,13 +15,13 @@ from vit.explanation.methods.registry import find_methods
 from vit.explanation.targets import CLASS, TargetLike, build_target, find_output_kind
 from vit.model.logits import compute_logits
 from vit.model.model_info import count_classes, find_class_names, keep_mode
+from vit.runtime.arguments import check_minimum
 from vit.runtime.device import run_in_memory
-from vit.runtime.signatures import check_arguments
 from vit.runtime.tensors import Images
 
 
 @keeps_mode
-@check_arguments(batch_size=(1, None))
+@check_minimum(batch_size=1)
 def attribute(
     model: ModelLike,
     images: Images,

@@ -18,8 +18,7 @@ from vit.explanation.methods.registry import list_methods
 from vit.explanation.records import MAX_SHEET_IMAGES, Explanations
 from vit.explanation.targets import TargetLike, describe_target
 from vit.explanation.writer import MapWriter
-from vit.runtime.arguments import as_tuple
-from vit.runtime.signatures import check_arguments
+from vit.runtime.arguments import as_tuple, check_minimum
 
 # Images for which "auto" takes two methods; for more, that takes too long.
 _MAX_AUTO_IMAGES = 64
@@ -30,7 +29,7 @@ _NUM_TESTED = 16
 
 @keeps_mode
 @torch.inference_mode(False)  # a model that is loaded in it can't be differentiated
-@check_arguments(num_images=(1, None), batch_size=(1, None))
+@check_minimum(num_images=1, batch_size=1)
 def explain(
     model: Models,
     images: ImageInputs | None = None,
@@ -39,7 +38,7 @@ def explain(
     target: TargetLike = "auto",
     map_options: Mapping[str, object] | None = None,
     checks: bool | None = None,
-    num_images: int = 16,
+    num_images: int | None = None,
     batch_size: int | None = None,
     device: str = "auto",
     class_names: Sequence[str] | None = None,
@@ -68,7 +67,7 @@ def explain(
             None: their defaults.
         checks: Test every map: are its patches important for the prediction?
             None: those of the first 16 images.
-        num_images: Number of images if no `images` are given.
+        num_images: Images of the model's test split. None: 16.
         batch_size: Images at a time. None: 64 for images of up to 64 pixels a
             side, otherwise 16.
         device: See `vit.evaluate`.
@@ -97,13 +96,11 @@ def explain(
     """
     bundle = open_model(model, device=device, class_names=class_names, preprocess=preprocess)
     # listed once, because listing many images takes a while
-    inputs, expected = None, num_images
-    if images is not None:
-        inputs = list(list_images(images))
-        expected = len(inputs)
+    inputs = None if images is None else list(list_images(images))
+    items = find_items(bundle, inputs, num_images)
     names = as_tuple(methods)
     if names == ("auto",):
-        names = _choose_auto(bundle, expected)
+        names = _choose_auto(bundle, len(items))
     has_gallery = output is not None and "html" in as_tuple(formats)
     # everything that can be wrong with the options is checked before an earlier result is replaced
     explainer = Explainer(
@@ -111,12 +108,11 @@ def explain(
         names,
         target=target,
         map_options=map_options,
-        num_images=expected,
+        num_images=len(items),
         num_tested={None: _NUM_TESTED, True: None, False: 0}[checks],
         num_attended=MAX_IMAGES * has_gallery,
         batch_size=batch_size,
     )
-    items = find_items(bundle, inputs, num_images)
     writer = None
     if output is not None:
         parameters = explainer.parameters | {"target": describe_target(target)}

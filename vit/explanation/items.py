@@ -18,6 +18,9 @@ from vit.data.open import open_for_model
 from vit.data.sources.remote import is_remote
 from vit.runtime.files import clean_name
 
+# of a model's test split
+_NUM_IMAGES = 16
+
 
 class ImageItem(NamedTuple):
     """An image to explain.
@@ -35,7 +38,7 @@ class ImageItem(NamedTuple):
 
 
 def find_items(
-    bundle: Bundle, images: Sequence[str | Image.Image] | None, num_images: int
+    bundle: Bundle, images: Sequence[str | Image.Image] | None, num_images: int | None
 ) -> list[ImageItem]:
     """Find the images to explain.
 
@@ -43,7 +46,10 @@ def find_items(
         bundle: The model.
         images: Paths of files and images in memory from `list_images`; or the address of shards, of
             which `num_images` are taken. None: those of the model's test split.
-        num_images: Number of images from the split.
+        num_images: Number of images from the split. None: 16.
+
+    Raises:
+        ValueError: Images are named, and `num_images`, too.
     """
     recorded = bundle.recorded_images
     if images is None:
@@ -51,8 +57,10 @@ def find_items(
     elif len(images) == 1 and isinstance(images[0], str) and is_remote(images[0]):
         splits = open_for_model(images[0], recorded=recorded)
     else:
+        if num_images is not None:
+            raise ValueError("num_images has no effect on images that are named; leave it out")
         return items_from_images(images)
-    return items_from_dataset(splits.split(), num_images=num_images)
+    return items_from_dataset(splits.split(), num_images=num_images or _NUM_IMAGES)
 
 
 def items_from_images(images: Sequence[str | Image.Image]) -> list[ImageItem]:

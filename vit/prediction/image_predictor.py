@@ -22,7 +22,7 @@ from vit.prediction.decision import compute_probabilities, find_labels, rank_cla
 from vit.prediction.neighbours import compute_distances
 from vit.prediction.predictor import BatchPredictor, Pixels, read_from
 from vit.prediction.records import COLUMNS, Prediction
-from vit.runtime.signatures import check_arguments
+from vit.runtime.arguments import check_minimum
 
 # name of a column → an array with an entry for each image
 Columns = dict[str, Any]
@@ -56,7 +56,7 @@ class Predictor:
         >>> columns["predicted"]  # the names of two classes
     """
 
-    @check_arguments(top_k=(1, None), batch_size=(1, None))
+    @check_minimum(top_k=1, batch_size=1)
     def __init__(
         self,
         model: Models,

@@ -14,11 +14,10 @@ from vit.prediction.image_predictor import Predictor, decode_batches
 from vit.prediction.predictor import BatchPredictor, Pixels, read_from
 from vit.prediction.probabilities import Float32s
 from vit.prediction.records import Prediction, PredictionResult, write_output
-from vit.runtime.signatures import check_arguments
+from vit.runtime.arguments import check_minimum
 
 
 @keeps_mode
-@check_arguments(top_k=(1, None), batch_size=(1, None))
 def predict(
     model: Models,
     images: ImageInputs,
@@ -91,7 +90,7 @@ def iterate_predictions(
 
 
 @keeps_mode
-@check_arguments(batch_size=(1, None))
+@check_minimum(batch_size=1)
 def embed(
     model: ModelLike,
     images: ImageInputs,

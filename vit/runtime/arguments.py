@@ -1,8 +1,9 @@
 """Check values, and write text for messages about them."""
 
 import re
-from collections.abc import Collection, Sequence
-from typing import Literal
+from collections.abc import Callable, Collection, Sequence
+from functools import wraps
+from typing import Any, Literal, TypeVar, cast
 from unicodedata import category
 
 Precision = Literal["float32", "bfloat16", "float16"]
@@ -13,6 +14,7 @@ MAX_SIDE = 2**14
 HIDDEN = "***"
 # Parts of the names of address parameters whose values are secret.
 _SECRET = "token|sig|key|secret|passw|auth|credential|policy"
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def shorten(text: str, max_characters: int = 200) -> str:
@@ -55,15 +57,8 @@ def replace_control_characters(text: str, *, keep_bytes: bool = False) -> str:
 
 
 def as_pair(value: int | Sequence[int], *, name: str) -> tuple[int, int]:
-    """Return (height, width) from one number or two.
-
-    Args:
-        value: Positive pixels.
-        name: Name of the argument, for the message.
-
-    Raises:
-        ValueError: The value is neither, or too large.
-    """
+    """Return (height, width) from one number of pixels or two. Raises ValueError that names the
+    argument if they are neither, or not from 1 to 16,384."""
     match (value, value) if isinstance(value, int) else value:
         case int(height), int(width) if min(height, width) > 0 and max(height, width) <= MAX_SIDE:
             return height, width
@@ -83,12 +78,9 @@ def resolve_image_sizes(
 
     Args:
         image_sizes: Pairs (end, scale): until `end`, a fraction of the run, the sides are scale ×
-            `data.image_size`. None: one size.
+            `data.image_size`, which must be a multiple of the patch size. None: one size.
         image_size: `data.image_size`.
         patch_size: Height and width of a patch, in pixels.
-
-    Raises:
-        ValueError: `data.image_size` is not a multiple of the patch size.
     """
     sides = list(zip(as_pair(image_size, name="data.image_size"), patch_size, strict=True))
     for side, patch in sides:
@@ -105,6 +97,24 @@ def check_multiple(name: str, value: int, unit_name: str, unit: int) -> None:
     if value % unit:
         above = value + unit - value % unit
         raise ValueError(f"{name} {value} is not a multiple of {unit_name} {unit}; try {above}")
+
+
+def check_minimum(**minima: float) -> Callable[[Function], Function]:
+    """Decorate a public function, so that a call raises ValueError if one of these keyword arguments
+    is below its minimum."""
+
+    def decorate(function: Function) -> Function:
+        @wraps(function)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            for name, minimum in minima.items():
+                value = kwargs.get(name)
+                if value is not None and value < minimum:
+                    raise ValueError(f"{name} {value} must be at least {minimum}")
+            return function(*args, **kwargs)
+
+        return cast(Function, checked)
+
+    return decorate
 
 
 def as_tuple(values: str | Sequence[str]) -> tuple[str, ...]:

@@ -5,26 +5,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-
-class Call(partial[Any]):
-    """The public function of a command, with the values of its options.
-
-    Attributes:
-        given: Parameter → option, for the options that the user gave.
-    """
-
-    given: Mapping[str, str] = {}
-
-    def refuse(self, names: Collection[str], reason: str) -> None:
-        """Raise ValueError if the user gave an option that isn't used.
-
-        Args:
-            names: Parameters that aren't used.
-            reason: End of the sentence, such as "has no effect with IMAGES".
-        """
-        unused = [option for name, option in self.given.items() if name in names]
-        if unused:
-            raise ValueError(f"{', '.join(unused)} {reason}; leave it out")
+# The public function of a command, with the values of its options.
+Call = partial[Any]
 
 
 @dataclass(frozen=True, kw_only=True)

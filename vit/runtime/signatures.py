@@ -5,22 +5,17 @@ without.
 """
 
 import ast
+import inspect
 import re
-from collections.abc import Callable, Mapping
-from functools import lru_cache, wraps
+from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar, cast
+from typing import Any, Literal, NamedTuple, cast
 
 _ROOT = Path(__file__).parents[2]
-# The default of a parameter that has none.
-REQUIRED = object()
 # Type of a parameter that takes one name or several.
 Names = tuple[str, ...]
-# Smallest and largest value; None for no bound.
-Bounds = tuple[float | None, float | None]
-_KINDS = {"int": int, "float": float, "bool": bool, "Path": Path}
-
-Function = TypeVar("Function", bound=Callable[..., Any])
+_KINDS = {"int": int, "float": float, "bool": bool, "Path": Path, "str | Sequence[str]": Names}
 
 
 class Parameter(NamedTuple):
@@ -29,10 +24,9 @@ class Parameter(NamedTuple):
     Attributes:
         kind: Type that a text on the command line is read as: str, int, float, bool, Path, a
             Literal, list[str] or `Names`. Others, such as a model, are named by a text.
-        default: Its default, or `REQUIRED`.
+        default: Its default, or `inspect.Parameter.empty`.
         is_keyword: True if it follows the `*`.
         help: First sentence of its entry under `Args:`, and the default from a sentence "None: …".
-        bounds: Smallest and largest value, given to `check_arguments`.
     """
 
     name: str
@@ -40,35 +34,6 @@ class Parameter(NamedTuple):
     default: Any
     is_keyword: bool
     help: str
-    bounds: Bounds
-
-
-def check_arguments(**bounds: Bounds) -> Callable[[Function], Function]:
-    """Decorate a public function, so that its numbers are checked before it runs.
-
-    Args:
-        bounds: Smallest and largest value of a keyword argument; None for no bound.
-
-    Raises:
-        ValueError: An argument of a call is outside its bounds.
-    """
-
-    def decorate(function: Function) -> Function:
-        @wraps(function)
-        def checked(*args: Any, **kwargs: Any) -> Any:
-            for name, (minimum, maximum) in bounds.items():
-                value = kwargs.get(name)
-                if value is None:
-                    continue
-                if minimum is not None and value < minimum:
-                    raise ValueError(f"{name} {value} must be at least {minimum}")
-                if maximum is not None and value > maximum:
-                    raise ValueError(f"{name} {value} must be at most {maximum}")
-            return function(*args, **kwargs)
-
-        return cast(Function, checked)
-
-    return decorate
 
 
 @lru_cache
@@ -82,18 +47,16 @@ def list_public_names() -> Mapping[str, str]:
     }
 
 
-@lru_cache
-def read_signature(module: str, name: str) -> Mapping[str, Parameter]:
-    """Return the parameters of a function or method of a module, by name, in order."""
+def read_signature(module: str, name: str) -> dict[str, Parameter]:
+    """Return the parameters of a function of a module by name, in order."""
     function = _find_function(module, name)
     arguments = function.args
-    positional = arguments.args
-    # The list of defaults is that of the last positional parameters.
-    missing = [None] * (len(positional) - len(arguments.defaults))
-    defaults = [*missing, *arguments.defaults, *arguments.kw_defaults]
-    bounds = _read_bounds(function)
+    listed = [*arguments.args, *arguments.kwonlyargs]
+    given = [*arguments.defaults, *arguments.kw_defaults]
+    # the first ones, before the `*`, have none
+    defaults = [None] * (len(listed) - len(given)) + given
     parameters = {}
-    for argument, default in zip([*positional, *arguments.kwonlyargs], defaults, strict=True):
+    for argument, default in zip(listed, defaults, strict=True):
         text = _find_text(function, argument.arg)
         sentence = re.split(r"(?<=[.?])\s", text)[0]
         if none := re.search(r"\bNone: (.+?)(?:\.\s|\.?$)", text):
@@ -101,19 +64,16 @@ def read_signature(module: str, name: str) -> Mapping[str, Parameter]:
         parameters[argument.arg] = Parameter(
             argument.arg,
             kind=_read_kind(argument.annotation),
-            default=REQUIRED if default is None else ast.literal_eval(default),
+            default=inspect.Parameter.empty if default is None else ast.literal_eval(default),
             is_keyword=argument in arguments.kwonlyargs,
             help=sentence,
-            bounds=bounds.get(argument.arg, (None, None)),
         )
     return parameters
 
 
 def _find_function(module: str, name: str) -> ast.FunctionDef:
-    found: Any = _parse(module)
-    for part in name.split("."):
-        found = next(node for node in found.body if getattr(node, "name", "") == part)
-    return cast(ast.FunctionDef, found)
+    found = (node for node in _parse(module).body if getattr(node, "name", "") == name)
+    return cast(ast.FunctionDef, next(found))
 
 
 @lru_cache
@@ -125,9 +85,8 @@ def _parse(module: str) -> ast.Module:
 def _find_text(function: ast.FunctionDef, name: str) -> str:
     """Return the entry of a parameter under `Args:`, or the one of another function that it refers
     to, on one line."""
-    entry = re.search(
-        rf"^ {{4}}{name}: (.+(?:\n {{8}}.+)*)", ast.get_docstring(function) or "", re.MULTILINE
-    )
+    docstring = ast.get_docstring(function) or ""
+    entry = re.search(rf"^ {{4}}{name}: (.+(?:\n {{8}}.+)*)", docstring, re.MULTILINE)
     text = " ".join(entry[1].split()) if entry else ""
     reference = re.match(r"See `vit\.(\w+)`", text)
     if not reference:
@@ -136,21 +95,9 @@ def _find_text(function: ast.FunctionDef, name: str) -> str:
     return _find_text(_find_function(list_public_names()[other], other), name)
 
 
-def _read_bounds(function: ast.FunctionDef) -> dict[str, Bounds]:
-    """Return the keywords of the decorator `check_arguments`."""
-    return {
-        str(keyword.arg): ast.literal_eval(keyword.value)
-        for decorator in function.decorator_list
-        if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "check_arguments"
-        for keyword in decorator.keywords
-    }
-
-
 def _read_kind(annotation: ast.expr | None) -> Any:
     """Return the type that a text on the command line is read as."""
     kind = ast.unparse(annotation).removesuffix(" | None") if annotation else ""
-    if kind == "str | Sequence[str]":
-        return Names
     if kind.startswith("Literal"):
         choices = ast.literal_eval(kind.removeprefix("Literal"))
         return cast(Any, Literal)[tuple(choices)]

@@ -14,11 +14,10 @@ from torch import nn
 from vit.config import Config, list_overrides, values_to_save
 from vit.data.workers import Transform
 from vit.model.find_file import find_initial_weights
-from vit.runtime.arguments import check_kind
+from vit.runtime.arguments import check_kind, check_minimum
 from vit.runtime.console import echo
 from vit.runtime.files import expand_home, format_json, write_atomically
 from vit.runtime.processes import join_processes
-from vit.runtime.signatures import check_arguments
 from vit.training.automatic import choose_config
 from vit.training.cross_validation import FOLDS_KEYS, check_folds, cross_validate_run
 from vit.training.data import build_dataset
@@ -40,7 +39,7 @@ from vit.training.run_directory import (
 from vit.training.tensorboard import save_first_images
 
 
-@check_arguments(minutes=(0.01, None), folds=(2, 100))
+@check_minimum(minutes=0.01, folds=2)
 def train(
     config: ConfigLike | None = None,
     *,

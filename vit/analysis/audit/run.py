@@ -19,9 +19,9 @@ from vit.model.logits import PRE_LOGITS
 from vit.model.vision_transformer import VisionTransformer
 from vit.prediction.features import compute_features
 from vit.prediction.predictor import BatchPredictor
+from vit.runtime.arguments import check_minimum
 from vit.runtime.files import FileContent, Result, format_json
 from vit.runtime.progress import show_progress
-from vit.runtime.signatures import check_arguments
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class AuditResult(Result):
         }
 
 
-@check_arguments(batch_size=(1, None))
+@check_minimum(batch_size=1)
 def audit(
     data: str | Path | None = None,
     *,

@@ -32,10 +32,9 @@ from vit.prediction.decision import compute_probabilities, decide_classes, decid
 from vit.prediction.features import read_dataset
 from vit.prediction.predictor import BatchPredictor
 from vit.prediction.probabilities import Bools, Float32s, Ints
-from vit.runtime.arguments import as_tuple
+from vit.runtime.arguments import as_tuple, check_minimum
 from vit.runtime.device import choose_precision, copy_to_host, describe_device
 from vit.runtime.progress import show_progress
-from vit.runtime.signatures import check_arguments
 from vit.runtime.tensors import Images
 from vit.runtime.version import collect_versions
 
@@ -45,7 +44,7 @@ MIN_IMAGES = 8
 _DRAWN = 4
 
 
-@check_arguments(num_images=(8, None), batch_size=(1, None))
+@check_minimum(num_images=8, batch_size=1)
 @keeps_mode
 def measure_faithfulness(
     model: ModelLike,

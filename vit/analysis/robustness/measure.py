@@ -13,9 +13,9 @@ from vit.bundle import ModelLike, keeps_mode, open_model
 from vit.evaluation.images import load_images, open_data
 from vit.prediction.decision import compute_probabilities, decide_classes
 from vit.prediction.predictor import BatchPredictor, Pixels
+from vit.runtime.arguments import check_minimum
 from vit.runtime.files import FileContent, Result, format_json
 from vit.runtime.progress import show_progress
-from vit.runtime.signatures import check_arguments
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class RobustnessResult(Result):
         return {"robustness.json": format_json(vars(self))}
 
 
-@check_arguments(batch_size=(1, None))
+@check_minimum(batch_size=1)
 @keeps_mode
 def measure_robustness(
     model: ModelLike,

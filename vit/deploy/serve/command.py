@@ -6,7 +6,6 @@ from contextlib import suppress
 from vit.runtime.command import Command
 from vit.runtime.console import echo
 from vit.runtime.progress import show_progress
-from vit.runtime.signatures import check_arguments
 
 # requests that are received or wait for the model
 _MAX_REQUESTS = 128
@@ -14,7 +13,6 @@ _MAX_REQUESTS = 128
 _ENDING_SECONDS = 25
 
 
-@check_arguments(port=(0, 65535))
 def serve(
     model: str,
     *,
@@ -35,6 +33,8 @@ def serve(
         allow_host: Another name of this machine, such as a proxy's; may be repeated.
         device: See `vit.evaluate`.
     """
+    if not 0 <= port < 2**16:
+        raise ValueError(f"--port {port} is not a number from 0 to 65535")
     try:
         # torch and the server, which `vit --help` does without
         import uvicorn
