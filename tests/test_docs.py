@@ -23,7 +23,6 @@ import pyarrow.parquet as pq
 import pytest
 import typer
 from generate import (
-    render_configuration,
     render_files,
     render_supported_models,
 )
@@ -306,7 +305,6 @@ def test_a_measured_number_has_a_mark(page: Path) -> None:
 @pytest.mark.parametrize(
     ("page", "render"),
     [
-        ("reference/configuration.md", render_configuration),
         ("reference/files.md", render_files),
         ("explanations/supported-models.md", render_supported_models),
     ],

@@ -74,8 +74,7 @@ def train(
             configuration is chosen. None with `resume`: the run's own.
         output: Directory of the run.
         overrides: Changes of the configuration, such as ["train.epochs=20"] or
-            {"train.epochs": 20}; docs/reference/configuration.md lists the
-            keys.
+            {"train.epochs": 20}; vit/config.py lists the keys.
         init: Weights to start from: "timm:NAME", a folder of timm or Hugging
             Face, a file of weights, a model file or a run. None: random
             weights, or those of `model.init`.
