@@ -193,7 +193,7 @@ MISTAKES: dict[str, tuple[Callable[[TrainingResult, Arrays, Path], Any], str]] =
     ),
     "mixed labels": (
         lambda r, a, p: vit.train(CONFIG, output=p, dataset=[(a[0][0], "a"), (a[0][1], 2)]),
-        "not all integers from 0, class names",
+        "labels of dataset are 'a', 2, not class names",
     ),
     "a label without class": (
         lambda r, a, p: vit.train(CONFIG, output=p, dataset=[(a[0][0], "pink")], class_names=NAMES),

@@ -97,15 +97,12 @@ def test_several_labels_an_image(labels: Any) -> None:
     [
         ((PIXELS, NAMES[:5]), None, "12 images and 5 labels"),
         (([], []), None, "holds no images"),
-        ((PIXELS, [0.5] * COUNT), None, "not all integers from 0"),
-        ((PIXELS, [1, 2] * 6), None, "not 0 to 1"),
+        ((PIXELS, [0.5] * COUNT), None, "are 0.5, not class names"),
+        ((PIXELS, [1, 2] * 6), None, "are 1, 2, not .* integers that count"),
         ((PIXELS, NAMES), "multilabel", "for several labels"),
-        ((PIXELS, [[0, 2]] * COUNT), "multilabel", "not rows of 0 and 1"),
-        ([("a.png", "red")], None, "of the type str, not a PIL image"),
-        ((PIXELS[:4], [0, 1, 3, 0]), None, "labels of dataset are 0, 1, 3, not 0 to 2"),
-        ((PIXELS[:2], ["cat", "cat"]), None, "names fewer than two classes: 'cat'"),
+        ((PIXELS, [[0, 2]] * COUNT), "multilabel", "pass .* a row of 0 and 1"),
+        ([("a.png", "red")], None, r"item 0 of dataset is <U5 \[\], not pixels"),
         (iter([]), None, "pass list"),
-        ((PIXELS.astype(np.int8), NAMES), None, "is int8"),
     ],
 )
 def test_what_is_no_data_set_is_refused(dataset: Any, task: str | None, sentence: str) -> None:

@@ -7,7 +7,7 @@ from PIL import Image
 
 from vit.data.dataset import ImageDataset
 from vit.data.open import open_dataset
-from vit.data.statistics import measure_mean_and_std, measure_shorter_side
+from vit.data.statistics import measure_mean_and_std, measure_sample
 
 
 def write_images(root: Path, sizes: list[tuple[int, int]]) -> ImageDataset:
@@ -21,9 +21,11 @@ def write_images(root: Path, sizes: list[tuple[int, int]]) -> ImageDataset:
 
 def test_the_shorter_side_is_the_median_of_those_that_can_be_read(tmp_path: Path) -> None:
     dataset = write_images(tmp_path, [(10, 20), (30, 20), (50, 40), (40, 60), (90, 90)])
-    assert measure_shorter_side(dataset, count=5) == 40
+    assert measure_sample(dataset, count=5) == (40, True)
+    Image.new("RGB", (90, 90), "red").save(tmp_path / "a" / "04.png")
+    assert measure_sample(dataset, count=5) == (40, False)
     (tmp_path / "a" / "04.png").write_text("not an image")
-    assert measure_shorter_side(dataset, count=5) == 30
+    assert measure_sample(dataset, count=5) == (30, True)
 
 
 def test_mean_and_standard_deviation_are_those_of_all_pixels() -> None:

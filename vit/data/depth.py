@@ -22,10 +22,10 @@ def check_size(size: tuple[int, int]) -> None:
 
 
 class DeepImage(Image.Image):
-    """An upright image with more than 8 bits a channel: RGB pixels, and the values behind them.
+    """An upright image with more than 8 bits a channel: RGB pixels, and the values behind them,
+    integers or floats [H, W] or [H, W, 3], which `Preprocess` scales by the model's range.
 
     The RGB pixels are 16 bits scaled to 8; of floating-point values their own range is scaled.
-    `Preprocess` scales the values, integers or floats [H, W] or [H, W, 3], by the model's range.
     """
 
     def __init__(self, values: np.ndarray) -> None:
@@ -61,11 +61,7 @@ def is_deep(image: Any) -> bool:
 
 
 def read_deep(image: Any) -> DeepImage:
-    """Read an image of `is_deep`, which is in memory or not decoded yet.
-
-    Raises:
-        ValueError: It is damaged.
-    """
+    """Read an image of `is_deep`, in memory or not decoded yet. Raises ValueError if it is damaged."""
     if _has_deep_colours(image):
         # takes long to import; Pillow keeps the high bytes alone
         import cv2

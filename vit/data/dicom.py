@@ -31,8 +31,8 @@ def read_dicom(file: BinaryIO) -> Image.Image:
     """Read the first frame, with its rescale slope and intercept, clipped to its first window.
 
     Raises:
-        ValueError: pydicom is missing, the image is too large, or colours have more than 8 bits.
-            For broken bytes, pydicom and its decoders raise errors of nearly any type.
+        ValueError: pydicom is missing, or the image is too large. For broken bytes and colours of
+            more than 8 bits, pydicom and Pillow raise errors of nearly any type.
     """
     if not has_dicom():
         raise ValueError(f"it is DICOM; {DICOM_HINT}")
@@ -44,8 +44,6 @@ def read_dicom(file: BinaryIO) -> Image.Image:
     # colours are converted to RGB
     stored = pixel_array(dataset, index=0)
     if stored.ndim == 3:
-        if stored.dtype != np.uint8:
-            raise ValueError("its colours have more than 8 bits; save it with 8 bits")
         return Image.fromarray(stored)
 
     slope = float(dataset.get("RescaleSlope") or 1)

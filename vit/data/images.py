@@ -1,13 +1,12 @@
 """Image files and images from Python: list them, and decode them to upright RGB pixels."""
 
 import os
-import re
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, runtime_checkable
+from typing import Any, BinaryIO
 
 import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
@@ -16,6 +15,7 @@ from vit.data.depth import DeepImage as DeepImage
 from vit.data.depth import check_size, is_deep, read_deep
 from vit.data.dicom import DICOM_SUFFIX, has_dicom, is_dicom, read_dicom
 from vit.data.python_images import convert_pixels, iterate_images
+from vit.runtime.arguments import first_line
 from vit.runtime.drive import DRIVE_ERRORS, report_drive
 
 # Pillow warns about odd metadata and large images; neither changes the pixels. For the whole
@@ -31,6 +31,8 @@ HEIF_SUFFIXES = (".heic", ".heif")
 HEIF_HINT = "pip install '.[heic]' in the clone of vit reads .heic"
 # formats that Pillow may open, whatever a file's name is: some of its other formats start programs
 IMAGE_FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP", "HEIF")
+# paths, PIL images, arrays or tensors, one or several; or a set of them with labels
+ImageInputs = Any
 # between the name of a file and the reason
 UNREADABLE = " can't be read as an image: "
 # folders that NAS, file managers, operating systems and archives make; in small letters
@@ -79,16 +81,12 @@ def read_image(
 
     Raises:
         ValueError: The file is truncated, is not an image, or has more than 100 million pixels.
-        FileNotFoundError: There is no such file.
+        OSError: There is no such file, or it is a folder.
         DriveError: Its drive doesn't answer.
     """
     if isinstance(file, Path):
-        try:
-            with report_drive(file), open(file, "rb") as opened:
-                return read_image(opened, name=str(file), draft_side=draft_side)
-        except IsADirectoryError as error:
-            text = "is a folder that holds no images, or can't be read"
-            raise ValueError(f"{file} {text}") from error
+        with report_drive(file), open(file, "rb") as opened:
+            return read_image(opened, name=str(file), draft_side=draft_side)
     try:
         if is_dicom(file):
             return read_dicom(file)
@@ -104,15 +102,14 @@ def read_image(
                 image.load()
                 ImageOps.exif_transpose(image, in_place=True)
             return to_rgb(image)
-    except UnidentifiedImageError as error:
-        reason = f"it is not one of {', '.join(IMAGE_FORMATS)} ({HEIF_HINT})"
-        raise ValueError(f"{name}{UNREADABLE}{reason}") from error
+    # for broken bytes, the decoders raise errors of nearly any type
     except Exception as error:
         if getattr(error, "errno", None) in DRIVE_ERRORS:
             raise
-        # for broken bytes, the decoders raise errors of nearly any type
-        text = " ".join(re.sub(r" object at 0x[0-9a-f]+", "", str(error)).split())
-        raise ValueError(f"{name}{UNREADABLE}{text or type(error).__name__}") from error
+        reason = first_line(error)
+        if isinstance(error, UnidentifiedImageError):
+            reason = f"it is not one of {', '.join(IMAGE_FORMATS)} ({HEIF_HINT})"
+        raise ValueError(f"{name}{UNREADABLE}{reason}") from error
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
@@ -122,46 +119,36 @@ def to_rgb(image: Image.Image) -> Image.Image:
         return image
     if is_deep(image):
         return read_deep(image)
-    if image.mode in ("La", "RGBa"):
-        # Pillow converts premultiplied modes only to LA and RGBA
-        image = image.convert(image.mode.upper())
     if image.mode in ("LA", "PA", "RGBA") or "transparency" in image.info:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
-@runtime_checkable
-class PixelArray(Protocol):
-    """An array of pixels that numpy can read, such as an array or a torch tensor."""
+def open_pixels(image: Any, *, name: str = "an image") -> Image.Image:
+    """Return an image in memory, one of PIL or an array of `convert_pixels`, upright and in RGB.
 
-    # not torch's type, because files are also listed where torch isn't imported
-    def __array__(self) -> np.ndarray: ...
-
-
-@runtime_checkable
-class ImageSet(Protocol):
-    """A map-style data set of torch."""
-
-    def __getitem__(self, index: int) -> Any: ...
-
-    def __len__(self) -> int: ...
-
-
-ImageInput = str | Path | Image.Image | PixelArray
-# several may be items of a data set, which have labels
-ImageInputs = ImageInput | Iterable[Any] | ImageSet
+    Raises:
+        ValueError: See `convert_pixels`; `name` names the image.
+    """
+    if isinstance(image, Image.Image):
+        # a copy would lose the values of a `DeepImage`
+        is_upright = image.getexif().get(ExifTags.Base.Orientation, 1) == 1
+        return to_rgb(image if is_upright else ImageOps.exif_transpose(image))
+    array = convert_pixels(image, name=name)
+    if array.dtype != np.uint8:
+        return DeepImage(array)
+    return Image.fromarray(array).convert("RGB")
 
 
 def list_images(images: ImageInputs) -> Iterator[str | Image.Image]:
-    """List images, in order: each as the path of a file or as an upright PIL image in RGB.
+    """List images, in order: each as the path of a file, or as `open_pixels` opens it.
 
     Args:
-        images: Paths, PIL images or arrays, one or several; or a set of images with labels, which
-            are left out. A folder gives the image files below it, sorted. For an array (or torch
-            tensor) see `convert_pixels`; several images are [N, H, W, 3] or [N, 3, H, W]. A path
-            that doesn't exist, and in a list a folder that can't be read or has no images, is
-            listed, too: reading it raises an error that names it.
+        images: Paths, PIL images, arrays or torch tensors, one or several, also as [N, H, W, 3] or
+            [N, 3, H, W]; or a set of images with labels, which are left out. A folder gives the
+            image files below it, sorted. A path that doesn't exist, and in a list a folder that
+            can't be read or has no images, is listed, too: reading it raises an error.
 
     Raises:
         ValueError: A single folder has no images, or an array has another type or shape.
@@ -176,20 +163,9 @@ def list_images(images: ImageInputs) -> Iterator[str | Image.Image]:
         if not paths:
             raise ValueError(f"{images} holds no images; check the path, and unpack archives in it")
         yield from paths
-    elif isinstance(images, Image.Image):
-        # a copy would lose the values of a `DeepImage`
-        is_upright = images.getexif().get(ExifTags.Base.Orientation, 1) == 1
-        yield to_rgb(images if is_upright else ImageOps.exif_transpose(images))
-    # before sequences: arrays and tensors are iterable, too
-    elif isinstance(images, PixelArray):
-        several: Iterable[Any] = [images]
-        if isinstance(images, Iterable) and np.ndim(images) == 4:
-            several = images
-        for array in map(convert_pixels, several):
-            if array.dtype == np.uint8:
-                yield Image.fromarray(array).convert("RGB")
-            else:
-                yield DeepImage(array)
+    # arrays and tensors are iterable, too
+    elif isinstance(images, Image.Image) or hasattr(images, "__array__"):
+        yield from map(open_pixels, images if getattr(images, "ndim", 2) == 4 else [images])
     else:
         for image in iterate_images(images):
             if not isinstance(image, str | Path):

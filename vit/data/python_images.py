@@ -1,11 +1,9 @@
-"""Images and items in the forms in which Python programs hold them: each form is recognised without
-a doubt, or refused with a sentence."""
+"""Images in memory and items in the forms in which Python programs hold them."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
 from vit.runtime.arguments import check_kind, shorten
 
@@ -14,11 +12,6 @@ IMAGE_KEYS = ("image", "img")
 LABEL_KEYS = ("label", "labels", "class")
 # so far may values lie outside 0 to 1: by less than half of a step of 8 bits
 _TOLERANCE = 1 / 512
-
-
-def is_pixels(value: Any) -> bool:
-    """Return true for an image, or several, in memory."""
-    return isinstance(value, Image.Image) or (hasattr(value, "__array__") and np.ndim(value) >= 2)
 
 
 def convert_pixels(pixels: Any, *, name: str = "an image") -> np.ndarray:
@@ -40,41 +33,23 @@ def convert_pixels(pixels: Any, *, name: str = "an image") -> np.ndarray:
         # numpy has no bfloat16
         pixels = pixels.float() if pixels.is_floating_point() else pixels
     array = np.asarray(pixels)
-    is_right = array.dtype.kind in "iuf" and array.dtype != np.int8
+    is_right = array.dtype.kind in "iuf"
     if array.dtype.kind == "f":
         # false for NaN, too
         has_range = array.min(initial=0) >= -_TOLERANCE and array.max(initial=1) <= 1 + _TOLERANCE
         is_right = has_range or not is_tensor
         if has_range:
             array = np.rint(array.clip(0, 1) * 255).astype(np.uint8)
-    is_first = array.ndim == 3 and array.shape[0] in (1, 3)
-    is_last = array.ndim == 3 and array.shape[2] in (1, 3)
+    is_first, is_last = (array.ndim == 3 and array.shape[axis] in (1, 3) for axis in (0, -1))
     if not is_right or not (array.ndim == 2 or is_first != is_last):
         raise ValueError(
-            f"{name} is {np.asarray(pixels).dtype} {list(np.shape(pixels))}, not pixels: pass uint8"
-            " of 0 to 255 or floats of 0 to 1 (without Normalize, vit normalises by itself), as"
-            " [H, W, 3], [3, H, W] or [H, W]"
+            f"{name} is {array.dtype} {list(array.shape)}, not pixels: pass uint8 of 0 to 255 or"
+            " floats of 0 to 1 (without Normalize, vit normalises by itself), as [H, W, 3],"
+            " [3, H, W] or [H, W]"
         )
     if is_first:
         array = array.transpose(1, 2, 0)
     return array[..., 0] if array.shape[2:] == (1,) else array
-
-
-def split_item(item: Any, *, name: str) -> tuple[Any, Any]:
-    """Return the image and the label of an item: a pair, or a dictionary with the keys image (img)
-    and label (labels, class).
-
-    Raises:
-        ValueError: It is neither; `name` names it.
-    """
-    if isinstance(item, Mapping):
-        image, label = (find_key(item, known, name=name) for known in (IMAGE_KEYS, LABEL_KEYS))
-        return item[image], item[label]
-    expected = "a pair (image, label) or a dictionary with these keys"
-    check_kind(item, (tuple, list), name=name, expected=expected)
-    if len(item) != 2:
-        raise ValueError(f"{name} has {len(item)} parts; it must be {expected}")
-    return item[0], item[1]
 
 
 def find_key(item: Mapping[str, Any], known: Sequence[str], *, name: str) -> str:
@@ -87,30 +62,23 @@ def find_key(item: Mapping[str, Any], known: Sequence[str], *, name: str) -> str
 
 
 def iterate_images(images: Any) -> Iterator[Any]:
-    """Yield the images of a list or a set one by one, without their labels: paths and images in
-    memory, as they are.
+    """Yield the images of a list or a set one by one: paths and images in memory, as they are.
+    Labels of items, see `find_python_objects`, are left out.
 
     Raises:
         ValueError: It is neither.
     """
-    if isinstance(images, Mapping) or _is_labelled(images):
+    if isinstance(images, Mapping):
         images = [images]
-    elif hasattr(images, "__getitem__") and hasattr(images, "__len__"):
+    elif hasattr(images, "__getitem__"):
         # sets of torch are read by index
         images = map(images.__getitem__, range(len(images)))
-    else:
-        expected = "a path, an image, an array, a data set or a list of them"
-        check_kind(images, Iterable, name="images", expected=expected)
+    expected = "a path, an image, an array, a data set or a list of them"
+    check_kind(images, Iterable, name="images", expected=expected)
     for item in images:
         if isinstance(item, Mapping):
             yield item[find_key(item, IMAGE_KEYS, name="an item of images")]
-        elif _is_labelled(item):
+        elif isinstance(item, tuple) and len(item) == 2:
             yield item[0]
         else:
             yield item
-
-
-def _is_labelled(item: Any) -> bool:
-    """Return true for (images, labels)."""
-    is_pair = isinstance(item, tuple) and len(item) == 2
-    return is_pair and is_pixels(item[0]) and not is_pixels(item[1])

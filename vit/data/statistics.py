@@ -1,12 +1,11 @@
 """Statistics of the images before a run: their size and depth, the mean and standard deviation of
 their pixels, and the sizes of their classes."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Literal
 
 import numpy as np
-from PIL import Image
 
 from vit.data.dataset import ImageDataset, choose_evenly
 from vit.data.depth import DeepImage, find_extremes
@@ -17,11 +16,11 @@ _MAX_PIXELS = 2 * 10**8
 # pixels that are decoded for the range of deep images, and to see if there are any
 _MAX_DEEP_PIXELS = 4 * 10**8
 _MAX_FIRST_PIXELS = 5 * 10**7
-# names of files that never have more than 8 bits a channel
-_SHALLOW_SUFFIXES = (".avif", ".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg", ".webp")
 # images whose values are measured, and those that are read to see if there are deep ones
 _RANGE_SAMPLE = 256
 _FIRST_SAMPLE = 64
+# names of files that never have more than 8 bits a channel
+_SHALLOW_SUFFIXES = (".avif", ".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg", ".webp")
 # a range that rounds up to whole bits must leave this fraction of the grey levels in use: 32 of 256
 _MIN_USED = 1 / 8
 
@@ -34,35 +33,27 @@ ClassBalance = Literal["none", "weights"]
 MAX_RATIO = 5
 
 
-def measure_shorter_side(dataset: ImageDataset, *, count: int) -> float:
-    """Measure the median of the shorter sides, in pixels, of `count` random images; of fewer if
-    they are large. Raises ValueError if none of them can be read."""
-    images = _read_some(dataset, _choose_random(dataset, count), max_pixels=_MAX_PIXELS)
-    return float(np.median([min(image.size) for image in images]))
+def measure_sample(dataset: ImageDataset, *, count: int) -> tuple[float, bool]:
+    """Measure `count` random images, or fewer if they are large.
 
+    Returns:
+        The median of the shorter sides, in pixels, and true if no image has colours.
 
-def are_grey(dataset: ImageDataset, *, count: int) -> bool:
-    """Return true if `count` random images have no colours. Raises ValueError if none of them can
-    be read."""
-    arrays = map(np.asarray, dataset.read_sample(_choose_random(dataset, count)))
-    return all((pixels == pixels[..., :1]).all() for pixels in arrays)
-
-
-def _choose_random(dataset: ImageDataset, count: int) -> Sequence[int]:
-    indices: list[int] = np.random.default_rng(0).permutation(len(dataset))[:count].tolist()
-    return indices
-
-
-def _read_some(
-    dataset: ImageDataset, indices: Sequence[int], *, max_pixels: int
-) -> Iterator[Image.Image]:
-    """Read images until they have so many pixels. Raises ValueError if none can be read."""
+    Raises:
+        ValueError: None of them can be read.
+    """
+    sides = []
+    is_grey = True
     num_pixels = 0
-    for image in dataset.read_sample(indices):
-        yield image
+    order = np.random.default_rng(0).permutation(len(dataset))[:count].tolist()
+    for image in dataset.read_sample(order):
+        sides.append(min(image.size))
+        pixels = np.asarray(image)
+        is_grey = is_grey and bool((pixels == pixels[..., :1]).all())
         num_pixels += image.width * image.height
-        if num_pixels > max_pixels:
-            return
+        if num_pixels > _MAX_PIXELS:
+            break
+    return float(np.median(sides)), is_grey
 
 
 def measure_value_range(dataset: ImageDataset) -> tuple[float, float] | None:
@@ -80,18 +71,20 @@ def measure_value_range(dataset: ImageDataset) -> tuple[float, float] | None:
     order = np.random.default_rng(0).permutation(places).tolist()
     ranges: list[tuple[float, float]] = []
     bits: int | None = 0
+    num_pixels = 0
     # where no image can be read
     with suppress(ValueError):
-        first = _read_some(dataset, order[:_FIRST_SAMPLE], max_pixels=_MAX_FIRST_PIXELS)
-        if not any(isinstance(image, DeepImage) for image in first):
-            return None
-        for image in _read_some(dataset, order, max_pixels=_MAX_DEEP_PIXELS):
+        for number, image in enumerate(dataset.read_sample(order), start=1):
             if isinstance(image, DeepImage):
                 ranges.append(find_extremes(image.values))
                 if image.values.dtype.kind == "f":
                     bits = None
                 elif bits is not None:
                     bits |= int(np.bitwise_or.reduce(image.values, axis=None))
+            num_pixels += image.width * image.height
+            is_sure = bool(ranges) or (number < _FIRST_SAMPLE and num_pixels <= _MAX_FIRST_PIXELS)
+            if not is_sure or num_pixels > _MAX_DEEP_PIXELS:
+                break
     if not ranges:
         return None
     lows, highs = zip(*ranges, strict=True)
@@ -134,11 +127,8 @@ def measure_mean_and_std(images: Iterable[np.ndarray]) -> tuple[Triple, Triple]:
 
 
 def compute_class_ratio(labels: np.ndarray) -> float:
-    """Compute the ratio of the largest class to the smallest that has images.
-
-    Args:
-        labels: Class of each image, int64 [n], or which labels it has, bool [n, C].
-    """
+    """Compute the ratio of the largest class to the smallest that has images, from the class of each
+    image, int64 [n], or which labels it has, bool [n, C]."""
     counts = count_labels(labels, 0)
     counts = counts[counts > 0]
     return float(counts.max() / counts.min())

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from vit.config import Config, Overrides, list_overrides, load_config, read_sections
 from vit.data.sources.registry import find_kind
 from vit.data.splits import DatasetSplits
-from vit.data.statistics import are_grey, measure_shorter_side
+from vit.data.statistics import measure_sample
 from vit.runtime.arguments import as_pair
 from vit.runtime.device import choose_device
 from vit.training.data import build_dataset
@@ -87,11 +87,11 @@ def choose_config(
     images = splits.split("train")
 
     num_images = len(images)
-    side = round(measure_shorter_side(images, count=_SAMPLE))
+    shorter_side, is_grey = measure_sample(images, count=_SAMPLE)
+    side = round(shorter_side)
     device = choose_device(str(given.get("train.device", "auto"))).type
     minutes = minutes or DEFAULT_MINUTES[device]
     starts_from_weights = bool(given.get("model.init"))
-    is_grey = side <= _MAX_SMALL_SIDE and are_grey(images, count=_SAMPLE)
     recipe, reason = "folder/finetune", "that of the weights"
     if not starts_from_weights:
         recipe, reason = choose_recipe(num_images, side, is_grey, device, minutes)

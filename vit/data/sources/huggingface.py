@@ -10,7 +10,7 @@ from vit.data.dataset import Request
 from vit.data.python_images import IMAGE_KEYS, LABEL_KEYS, find_key
 from vit.data.sources.base import SPLIT_OF
 from vit.data.sources.listing import Listing
-from vit.data.sources.python_objects import find_feature_names, find_python_objects
+from vit.data.sources.python_objects import find_class_names, find_python_objects
 from vit.data.sources.remote import is_remote
 from vit.data.sources.shards import list_by_split
 from vit.runtime.arguments import first_line, shorten
@@ -19,15 +19,11 @@ from vit.runtime.hub import offline_if_unreachable
 
 
 class Rows:
-    """Rows of a table that is mapped from disk: the bytes of each image's file, and the name of its
-    class or a list of its labels.
-
-    Args:
-        table: A datasets.Dataset.
-        name: Its name in messages.
+    """Rows of a table that is mapped from disk, as items: the bytes of an image's file, and the name
+    of its class or a list of its labels.
 
     Raises:
-        ValueError: It lacks a column of images or of labels.
+        ValueError: The table, a datasets.Dataset, lacks a column of images or of labels.
     """
 
     is_on_disk = True
@@ -38,14 +34,14 @@ class Rows:
 
         self._image = find_key(table.features, IMAGE_KEYS, name=name)
         label = find_key(table.features, LABEL_KEYS, name=name)
-        self.classes = find_feature_names(table.features[label])
+        self.classes = find_class_names(table)
         try:
             # the library would decode images, or open the files that a stranger's rows name
             self._table = table.cast_column(self._image, datasets.Image(decode=False))
         except (TypeError, ValueError, NotImplementedError) as error:
             kind = shorten(str(table.features[self._image]))
             raise ValueError(f"{name}: the column {self._image} is {kind}, no image") from error
-        self.labels = [self._name(value) for value in table[label]]
+        self.labels = list(map(self._name, table[label]))
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -56,12 +52,14 @@ class Rows:
         return stored.get("bytes") or b"", self.labels[index]
 
     def _name(self, value: Any) -> Any:
+        """Return a label as a text: a number is that of a class with a name, or is the name."""
         if isinstance(value, list):
-            return [self._name(each) for each in value]
-        is_number = isinstance(value, int) and not isinstance(value, bool)
-        if self.classes is not None and is_number and 0 <= value < len(self.classes):
+            return list(map(self._name, value))
+        if not isinstance(value, int) or isinstance(value, bool):
+            return value
+        if self.classes is not None and 0 <= value < len(self.classes):
             return self.classes[value]
-        return str(value) if is_number else value
+        return str(value)
 
 
 def is_place(place: str) -> bool:

@@ -1,15 +1,15 @@
 """Images that are passed from Python, as arrays or sets of items, become data sets."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from itertools import chain
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from vit.data.class_names import check_classes, sort_class_names
-from vit.data.images import list_images
-from vit.data.python_images import convert_pixels, split_item
+from vit.data.class_names import sort_class_names
+from vit.data.images import open_pixels
+from vit.data.python_images import IMAGE_KEYS, LABEL_KEYS, find_key
 from vit.data.sources.base import SPLIT_OF, ImageReader, hash_stored
 from vit.data.sources.listing import Listing, as_labels
 from vit.runtime.arguments import as_tuple, shorten
@@ -28,7 +28,7 @@ class ItemReader(ImageReader):
         # rows of tables on disk can be sent to another process
         self.in_process = not all(getattr(items, "is_on_disk", False) for items in sets)
 
-    def __getitem__(self, index: int) -> Path | bytes | Image.Image:
+    def __getitem__(self, index: int) -> bytes | Image.Image:
         number, place, _ = self.places[index].tolist()
         return _read_item(self._sets[number], place)[0]
 
@@ -50,31 +50,27 @@ def find_python_objects(
     """List images passed from Python.
 
     Args:
-        dataset: A set of items, see `split_item`, which is read by index; images and labels [n]; or
-            a dictionary of such sets by split. For an image see `convert_pixels`, or a PIL image.
-            A label is a text or a whole number; a list of names, or a row of 0 and 1, where an
-            image may have several.
+        dataset: A set of items that is read by index, pairs (image, label) or dictionaries with the
+            keys image (img) and label (labels, class); images and labels [n]; or a dictionary of
+            such sets by split. An image is one of PIL, or see `convert_pixels`. A label is a text
+            or a whole number; a list of names, or a row of 0 and 1, is several.
         class_names: Names of the classes; None takes those that the set has, its attribute
             `classes` or the features of a set of Hugging Face, or the labels that are names.
-        split: Name of the split of a data set that isn't a dictionary.
-        model_classes: Classes of the model that is evaluated, which are the names if there are no
-            others.
+        split: Split of a data set that isn't a dictionary.
+        model_classes: Names of the classes if there are no others.
         task: See `LabelRule`.
 
     Raises:
-        ValueError: The images or labels are of another type, or the validation images have other
-            classes.
+        ValueError: The images or labels are of another type, or the sets have different classes.
     """
     parts = dataset if isinstance(dataset, Mapping) else {split: dataset}
-    if not parts or {SPLIT_OF.get(name) for name in parts} & {None}:
+    if not parts or not parts.keys() <= SPLIT_OF.keys():
         have = shorten(", ".join(map(str, parts)))
         raise ValueError(f"dataset is a dictionary of {have}; name its sets train, validation")
-    known = class_names and as_tuple(class_names)
-    if not known:
-        found = list(filter(None, dict.fromkeys(map(_find_class_names, parts.values()))))
-        if len(found) > 1:
-            raise ValueError("the sets of dataset have different classes; pass class_names")
-        known = next(iter(found), model_classes)
+    found = {names for names in map(find_class_names, parts.values()) if names}
+    if len(found) > 1 and not class_names:
+        raise ValueError("the sets of dataset have different classes; pass class_names")
+    known = as_tuple(class_names or next(iter(found), model_classes) or ())
 
     sets = list(map(_list_items, parts.values()))
     labels: list[Any] = []
@@ -90,11 +86,6 @@ def find_python_objects(
     if not labels:
         raise ValueError("dataset holds no images; pass at least one")
     named, names = _name_labels(labels, known, task=task)
-    # a model that is evaluated knows its classes already
-    if model_classes is None and "train" in splits:
-        pairs = zip(named, splits, strict=True)
-        used = {each for label, name in pairs if name == "train" for each in as_tuple(label)}
-        check_classes(sorted(used), origin="dataset")
     ids = [f"{name}/{place[1]:06d}" for name, place in zip(splits, places, strict=True)]
     return Listing(
         name=FROM_PYTHON,
@@ -107,24 +98,20 @@ def find_python_objects(
     )
 
 
-def _find_class_names(dataset: Any) -> tuple[str, ...] | None:
-    """Return the class names that a set has, or the set that a Subset is of."""
-    while dataset is not None:
-        names = getattr(dataset, "classes", None)
-        features = getattr(dataset, "features", None)
-        if names is None and isinstance(features, Mapping):
-            names = find_feature_names(features.get("label", features.get("labels")))
-        if names is not None:
-            return tuple(map(str, names))
-        dataset = getattr(dataset, "dataset", None)
-    return None
-
-
-def find_feature_names(feature: Any) -> tuple[str, ...] | None:
-    """Return the names of the classes in a feature of Hugging Face, one class or a list of them;
-    None if it has none."""
-    names = getattr(getattr(feature, "feature", feature), "names", None)
-    return None if names is None else tuple(map(str, names))
+def find_class_names(dataset: Any) -> tuple[str, ...] | None:
+    """Return the class names that a set of torch or Hugging Face has, or the set that a Subset is
+    of."""
+    names = getattr(dataset, "classes", None)
+    features = getattr(dataset, "features", None)
+    if names is None and isinstance(features, Mapping):
+        found = [features[key] for key in LABEL_KEYS if key in features]
+        # of one class, or of each in a list
+        feature = getattr(found[0], "feature", found[0]) if found else None
+        names = getattr(feature, "names", None)
+    if names is not None:
+        return tuple(map(str, names))
+    inner = getattr(dataset, "dataset", None)
+    return None if inner is None else find_class_names(inner)
 
 
 def _list_items(part: Any) -> Any:
@@ -132,14 +119,13 @@ def _list_items(part: Any) -> Any:
     if isinstance(part, tuple) and len(part) == 2:
         images, labels = part
         if len(images) != len(labels):
-            counts = f"{len(images)} images and {len(labels)} labels"
             raise ValueError(
-                f"dataset holds {counts}; pass a label for each image, and validation images as"
-                ' {"train": …, "validation": …}'
+                f"dataset holds {len(images)} images and {len(labels)} labels; pass a label for each"
+                ' image, and validation images as {"train": …, "validation": …}'
             )
         return list(zip(images, labels, strict=True))
     # pandas' DataFrame is read by its columns
-    is_table = isinstance(part, str | bytes | Mapping) or hasattr(part, "iloc")
+    is_table = isinstance(part, Mapping) or hasattr(part, "iloc")
     if is_table or not (hasattr(part, "__getitem__") and hasattr(part, "__len__")):
         raise ValueError(
             f"dataset is of the type {type(part).__name__}, not (images, labels) nor a data set of"
@@ -150,21 +136,14 @@ def _list_items(part: Any) -> Any:
 
 def _read_item(items: Any, index: int) -> tuple[bytes | Image.Image, Any]:
     """Return the image of an item, as RGB or as the bytes of its file, and its label."""
-    name = f"item {index} of dataset"
-    image, label = split_item(items[index], name=name)
-    if isinstance(image, bytes):
-        return image, label
-    if not isinstance(image, Image.Image):
-        if not hasattr(image, "__array__"):
-            kind = type(image).__name__
-            raise ValueError(
-                f"the image of {name} is of the type {kind}, not a PIL image, an array or a tensor;"
-                " open a file with PIL.Image.open"
-            )
-        image = convert_pixels(image, name=name)
-    rgb = next(list_images(image))
-    assert not isinstance(rgb, str)
-    return rgb, label
+    name, item = f"item {index} of dataset", items[index]
+    if isinstance(item, Mapping):
+        item = [item[find_key(item, keys, name=name)] for keys in (IMAGE_KEYS, LABEL_KEYS)]
+    if not isinstance(item, tuple | list) or len(item) != 2:
+        expected = "a pair (image, label) or a dictionary with these keys"
+        raise ValueError(f"{name} is of the type {type(item).__name__}, not {expected}")
+    image, label = item
+    return image if isinstance(image, bytes) else open_pixels(image, name=name), label
 
 
 def _as_plain(label: Any) -> Any:
@@ -177,42 +156,39 @@ def _as_plain(label: Any) -> Any:
 
 
 def _name_labels(
-    labels: Sequence[Any], known: Sequence[str] | None, *, task: str | None
-) -> tuple[list[Any], tuple[str, ...]]:
-    """Return the class of each image by its name, or its labels, a tuple; and the names of all."""
+    labels: Sequence[Any], known: Sequence[str], *, task: str | None
+) -> tuple[list[Any], Sequence[str]]:
+    """Return the class of each image by its name, or its labels, a tuple; and the names of all.
+
+    Raises:
+        ValueError: They aren't of one kind, or not those of the known classes.
+    """
     are_sets = task != "classes" and all(isinstance(label, list) for label in labels)
-    each = [value for label in labels for value in label] if are_sets else labels
-    are_names = all(isinstance(value, str) for value in each)
-    are_numbers = all(isinstance(value, int) for value in each)
-    if not (are_names or are_numbers) or (task == "multilabel" and not are_sets):
-        wrong = next((label for label in labels if not isinstance(label, int | str)), labels[0])
-        raise ValueError(
-            "the labels of dataset are not all integers from 0, class names, or lists of them, or"
-            f" rows of 0 and 1, for several labels; one is {shorten(repr(wrong))}"
-        )
-    if are_names:
-        names = tuple(known or (sorted(set(each)) if are_sets else sort_class_names(each)))
+    each = list(chain.from_iterable(labels)) if are_sets else labels
+    has_task = are_sets or task != "multilabel"
+    if has_task and all(isinstance(value, str) for value in each):
+        names = known or (sorted(set(each)) if are_sets else sort_class_names(each))
         if unknown := sorted(set(each) - set(names)):
             text = f"the label {unknown[0]!r} of dataset is not one of its classes"
             raise ValueError(f"{text} {shorten(', '.join(names))}")
         return [as_labels(label) if are_sets else label for label in labels], names
-    if not are_sets:
-        used = sorted(set(labels))
+
+    names, is_right = known, False
+    if has_task and all(isinstance(value, int) for value in each):
+        count = len(labels[0] if are_sets else set(labels))
         # without names, the labels count the classes
-        names = tuple(known or (f"class {label}" for label in used))
-        if used[0] < 0 or used[-1] >= len(names):
-            raise ValueError(
-                f"the labels of dataset are {shorten(', '.join(map(str, used)))}, not 0 to"
-                f" {len(names) - 1}; name each class, or number them as"
-                " numpy.unique(labels, return_inverse=True)[1] does"
-            )
-        return [names[label] for label in labels], names
-    names = tuple(known or (f"class {place}" for place in range(len(labels[0]))))
-    if not set(each) <= {0, 1} or {len(label) for label in labels} != {len(names)}:
+        names = known or [f"class {place}" for place in range(count)]
+        is_right = 0 <= min(each) <= max(each) < len(names)
+        if are_sets:
+            is_right = set(each) <= {0, 1} and {len(label) for label in labels} == {len(names)}
+    if not is_right:
+        values = shorten(", ".join(sorted(set(map(repr, each)))))
         raise ValueError(
-            f"the labels of dataset are {shorten(repr(labels[0]))}, not rows of 0 and 1 with a"
-            f" number for each of {len(names)} labels, nor lists of names"
+            f"the labels of dataset are {values}, not class names nor integers that count the classes"
+            " from 0; for several labels, pass lists of names, or a row of 0 and 1 for each image"
         )
+    if not are_sets:
+        return [names[label] for label in labels], names
     if task is None and all(sum(label) == 1 for label in labels):
         text = f"each label of dataset has a single 1, such as {shorten(repr(labels[0]))}"
         raise ValueError(f"{text}; pass its index or name, or set data.task=multilabel")

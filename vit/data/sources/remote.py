@@ -15,15 +15,8 @@ def is_remote(path: object) -> bool:
 
 
 def fetch_files(addresses: Sequence[str], cache_dir: Path) -> list[tuple[str, str]]:
-    """Copy files into the cache; return the address and the path of each.
-
-    Args:
-        addresses: Addresses, which may be patterns with an asterisk.
-        cache_dir: The cache.
-
-    Raises:
-        OSError: A file can't be read.
-    """
+    """Copy files into the cache, and return the address and the path of each. An address may be a
+    pattern with an asterisk. Raises OSError if one can't be read."""
     import fsspec
 
     cache_dir.mkdir(parents=True, exist_ok=True)

@@ -66,8 +66,7 @@ def find_shards(request: Request) -> Listing:
 
     Raises:
         ValueError: A shard is damaged, or a label is missing.
-        FileNotFoundError: There are no shards.
-        OSError: Object storage can't be read.
+        OSError: There are no shards, or they can't be read.
     """
     root = os.path.expanduser(str(request.root)).rstrip("/")
     # split of each shard, its name, and its file
@@ -126,10 +125,9 @@ def list_by_split(folder: str, suffix: str) -> dict[str, list[str]]:
 def _expand_pattern(pattern: str) -> list[str]:
     """List the shards of a pattern, in its order. Raises FileNotFoundError if one is missing."""
     shards: list[str] = []
-    # "{000..009}" in a name that exists is no pattern
-    for name in [pattern] if os.path.isfile(pattern) else braceexpand(pattern):
-        files = [name] if os.path.isfile(name) else sorted(glob.glob(name))
-        if not files or not all(map(os.path.isfile, files)):
+    for name in braceexpand(pattern):
+        files = sorted(filter(os.path.isfile, glob.glob(name) or [name]))
+        if not files:
             raise FileNotFoundError(f"data.root {name} names no shards (.tar); check the path")
         shards += [file.replace(os.sep, "/") for file in files]
     return shards
@@ -155,17 +153,17 @@ def _index(file: str, *, name: str) -> tuple[dict[str, tuple[int, int]], dict[st
                 folder, slash, file_name = member.name.rpartition("/")
                 stem, _, suffix = file_name.partition(".")
                 key = folder + slash + stem
-                known: dict[str, Any] = labels if suffix == "cls" else images
-                if suffix != "cls" and ("." in suffix or not is_image_name(f"x.{suffix}")):
+                is_label = suffix == "cls"
+                if not is_label and ("." in suffix or not is_image_name(f"x.{suffix}")):
                     continue
-                if key in known:
+                if key in (labels if is_label else images):
                     raise ValueError(f"two images or labels have the key {key}")
-                known[key] = (member.offset_data, member.size)
-                if suffix == "cls":
-                    content = tar.extractfile(member)
-                    # true for a regular file
-                    assert content is not None
+                if is_label:
+                    # None for another kind of member
+                    content: Any = tar.extractfile(member)
                     labels[key] = content.read(_LABEL_BYTES).decode().strip()
+                else:
+                    images[key] = (member.offset_data, member.size)
         if not images:
             raise ValueError("it holds no images; a sample is <key>.jpg and <key>.cls")
     except (tarfile.TarError, ValueError, ArithmeticError, EOFError) as error:
