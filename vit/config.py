@@ -32,8 +32,8 @@ from vit.runtime.arguments import (
     resolve_image_sizes,
     shorten,
 )
-from vit.runtime.documents import parse_yaml
-from vit.runtime.files import expand_home, read_text
+from vit.runtime.documents import read_yaml
+from vit.runtime.files import expand_home
 
 Triple = tuple[float, float, float]
 Overrides = Sequence[str] | Mapping[str, Any]  # see `list_overrides`
@@ -323,7 +323,7 @@ def read_sections(
     # A copy, because overrides must not change the caller's dictionaries.
     sections = copy.deepcopy(source or {})
     if isinstance(sections, Path):
-        sections = parse_yaml(read_text(sections), origin=str(source)) or {}
+        sections = read_yaml(sections) or {}
         if not isinstance(sections, dict):
             kind = type(sections).__name__
             raise ValueError(f"{source} holds a {kind}, not sections such as data: and train:")

@@ -20,7 +20,7 @@ from vit.data.groups import choose_whole_groups, find_groups, group_copies
 from vit.data.sources.listing import Images
 from vit.runtime.arguments import check_choice, shorten
 from vit.runtime.files import write_atomically
-from vit.runtime.patterns import check_pattern
+from vit.runtime.patterns import search_group
 
 SPLITS = ("train", "validation", "test", "all")
 
@@ -50,7 +50,7 @@ class SplitRule:
     def __post_init__(self) -> None:
         # before images are listed
         if isinstance(self.group_by, str) and not self.group_by.isdecimal():
-            check_pattern(self.group_by, name="data.group_by")
+            search_group(self.group_by, [], name="data.group_by")
 
 
 @dataclass(frozen=True, eq=False)

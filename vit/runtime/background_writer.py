@@ -8,7 +8,7 @@ class BackgroundWriter:
     """One thread that writes files, in the order in which they were submitted.
 
     After a file that fails, nothing more is written, because later files may need it: a checkpoint
-    needs the model file of its best step. The next call of any method raises its error.
+    needs the model file of its best step. `submit`, `check` and `wait` raise its error.
     """
 
     def __init__(self) -> None:
@@ -32,14 +32,13 @@ class BackgroundWriter:
         self.check()
 
     def finish(self) -> None:
-        """Wait like `wait`, but raise nothing: for a run that ends with an error of its own."""
+        """Wait, and raise nothing: for a run that ends with an error of its own."""
         # The thread takes one task after another.
         self._executor.submit(int).result()
 
     def _run(self, write: Callable[[], object]) -> None:
-        if self._error is not None:
-            return
         try:
-            write()
+            if self._error is None:
+                write()
         except BaseException as error:
             self._error = error

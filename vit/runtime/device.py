@@ -4,7 +4,7 @@ import gc
 import os
 import platform
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import TypeVar, cast, get_args
@@ -23,17 +23,12 @@ _BFLOAT16_FLAGS = ("amx_bf16", "avx512_bf16")
 
 
 def choose_device(name: str) -> torch.device:
-    """Choose the device of a run.
+    """Choose the device of a run: auto (a CUDA GPU if there is one), cpu, cuda, cuda:N or mps (a GPU
+    of Apple). Raises ValueError if this machine has no such device.
 
     A GPU becomes torch's current device. Otherwise pinned memory and random numbers would open a
     second context, which takes 300 MB, on the first card. Attention on a GPU is no longer computed
     by cuDNN afterwards.
-
-    Args:
-        name: auto (a CUDA GPU if there is one), cpu, cuda, cuda:N or mps (a GPU of Apple).
-
-    Raises:
-        ValueError: The name is unknown, or this machine has no such device.
     """
     counts = {
         "cpu": 1,
@@ -60,16 +55,8 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_precision(name: str, device: torch.device) -> Precision:
-    """Choose the precision of a forward pass.
-
-    Args:
-        name: float32, bfloat16, float16 or auto. With auto: bfloat16 if the hardware multiplies it
-            natively, else float16 on a GPU with tensor cores for it (V100, T4, RTX 20), else
-            float32.
-        device: Device that computes the forward pass.
-
-    Raises:
-        ValueError: The name is unknown.
+    """Choose the precision of a forward pass. With auto it is bfloat16 if the hardware multiplies it
+    natively, else float16 on a GPU with tensor cores for it (V100, T4, RTX 20), else float32.
     """
     check_choice(name, ("auto", *get_args(Precision)), name="precision")
     if name != "auto":
@@ -105,8 +92,8 @@ def autocast(device: torch.device, precision: Precision) -> torch.autocast:
 
 
 def count_bytes(device: torch.device) -> tuple[int, int]:
-    """Return the bytes of a GPU's memory that tensors can use, and all of its bytes. Tensors can use
-    the driver's free memory, and the memory that torch keeps of freed tensors."""
+    """Return the bytes of a GPU's memory that tensors can use, the driver's free memory and what
+    torch keeps of freed tensors; and all of its bytes."""
     backend = torch.get_device_module(device)
     if device.type == "mps":
         total = int(backend.recommended_max_memory())
@@ -132,23 +119,17 @@ def run_in_memory(
     part_size: int,
     device: torch.device,
 ) -> int:
-    """Compute images `start` to `stop` (exclusive) in parts that fit into memory.
+    """Compute images `start` to `stop` (exclusive) in parts that fit into a GPU's memory.
 
-    A part that doesn't fit into a GPU's memory is computed again with half as many images, as are
-    all later parts.
+    A part that doesn't fit is computed again with half as many images, as are all later parts. If a
+    single image doesn't fit, the error is raised.
 
     Args:
         run: `run(first, end)` computes the images from number `first` to `end` (exclusive).
-        start: Number of the first image.
-        stop: Number after the last image.
         part_size: Largest number of images in a part.
-        device: Device that computes them.
 
     Returns:
         The number of images in a part that fits.
-
-    Raises:
-        torch.OutOfMemoryError: A single image doesn't fit.
     """
     while start < stop:
         end = min(start + part_size, stop)
@@ -207,35 +188,31 @@ def copy_to_device(values: T, device: torch.device) -> T:
     if device.type in ("cpu", "mps"):
         # a GPU of Apple shares the memory of its host
         return cast(T, tree_map_only(Tensor, lambda tensor: tensor.to(device), values))
-    tensors = [tensor for tensor in list_tensors(values) if not tensor.is_pinned()]
+    leaves = tree_leaves(values)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_pinned()]
     # The tensors are small: one copy of all takes a fraction of the time of one copy for each. Each
     # begins at a multiple of 16 bytes, as a tensor of any type may.
     sizes = [-(-tensor.nbytes // 16) * 16 for tensor in tensors]
     # When the copy is done, torch keeps the pinned memory for the next batch.
     packed = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
-
-    def unpack(packed: Tensor) -> Iterator[Tensor]:
-        for tensor, part in zip(tensors, torch.split(packed, sizes), strict=True):
-            yield part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-
-    for tensor, part in zip(tensors, unpack(packed), strict=True):
-        part.copy_(tensor)
-    copies = unpack(packed.to(device, non_blocking=True))
+    for tensor, part in zip(tensors, torch.split(packed, sizes), strict=True):
+        _view_as(tensor, part).copy_(tensor)
+    copies = iter(torch.split(packed.to(device, non_blocking=True), sizes))
 
     def send(tensor: Tensor) -> Tensor:
         if tensor.is_pinned():
             return tensor.to(device, non_blocking=True)
-        return next(copies)
+        return _view_as(tensor, next(copies))
 
     return cast(T, tree_map_only(Tensor, send, values))
+
+
+def _view_as(tensor: Tensor, memory: Tensor) -> Tensor:
+    """View the first bytes as a tensor of the same type and shape."""
+    return memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
 
 def copy_to_host(values: T) -> T:
     """Return `values` with its tensors on the host, also those in lists, tuples and dictionaries.
     Those that are there already are the same tensors."""
     return cast(T, tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), values))
-
-
-def list_tensors(values: object) -> list[Tensor]:
-    """Return the tensors in lists, tuples and dictionaries, in order."""
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]

@@ -1,7 +1,4 @@
-"""Read YAML, JSON and tables.
-
-Every mistake in a text becomes one ValueError that names where the text comes from.
-"""
+"""Read YAML, JSON and tables. Every mistake in one becomes a ValueError that names the file."""
 
 import csv
 import json
@@ -20,18 +17,19 @@ from vit.runtime.files import read_text
 _FORMULA = "('*[=+\\-@\t\r\n])"
 
 
-def parse_yaml(text: str, *, origin: str) -> Any:
-    """Parse plain values. Raises ValueError whose message begins with `origin`."""
+def read_yaml(path: Path) -> Any:
+    """Return the plain values in a YAML file."""
+    text = read_text(path)
     try:
         return yaml.safe_load(text)
     except Exception as error:
         # Values such as 2001-13-45, nested lists and wrong tags end in errors of any type.
         problem = " ".join(str(error).split())
-        raise ValueError(f"{origin} is not valid YAML: {shorten(problem)}") from error
+        raise ValueError(f"{path} is not valid YAML: {shorten(problem)}") from error
 
 
 def parse_json(text: str, *, origin: str) -> Any:
-    """Parse a JSON value. Raises ValueError whose message begins with `origin`."""
+    """Parse a JSON value. `origin` names it in the message of an error."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -44,10 +42,8 @@ def read_json(path: Path) -> Any:
 
 
 def escape_formula(text: str) -> str:
-    """Return text as a cell of a CSV table that a spreadsheet doesn't take for a formula.
-
-    An apostrophe is put before =, +, -, @, tabs and line breaks, except in numbers. `read_rows`
-    removes it.
+    """Return text as a cell of a CSV table that a spreadsheet doesn't take for a formula: with an
+    apostrophe before =, +, -, @, tabs and line breaks, except in numbers. `read_rows` removes it.
     """
     try:
         float(text)

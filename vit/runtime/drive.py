@@ -9,11 +9,8 @@ DRIVE_ERRORS = (errno.EIO, errno.ENOTCONN, errno.ESTALE, errno.ETIMEDOUT, errno.
 
 
 class DriveError(Exception):
-    """A drive doesn't answer.
-
-    It is no OSError: what passes over a file that can't be read must not pass over all files of a
-    drive.
-    """
+    """A drive doesn't answer. It is no OSError, because what passes over a file that can't be read
+    must not pass over all files of a drive."""
 
 
 @contextmanager

@@ -26,12 +26,28 @@ TEMPORARIES = ".*.tmp"
 _MARK = ".vit-output"
 
 Opened = TypeVar("Opened")
+# A text, bytes, or a function that writes the file at a path.
+FileContent = str | bytes | memoryview | Callable[[Path], object]
 
 
 def clean_name(name: str) -> str:
     """Return at most 120 bytes of `name`, without characters that file systems don't allow."""
     name = re.sub(r'[\x00-\x1f\x7f<>:"/\\|?*\ud800-\udfff]', "_", name).strip(" .").lstrip("-")
     return name.encode()[:_MAX_NAME].decode(errors="ignore") or "image"
+
+
+def expand_home(path: str | Path) -> Path:
+    """Return a path with ~ replaced, which shells don't do in `--output=~/runs`."""
+    # Path.expanduser raises an error for the name of an unknown user.
+    return Path(os.path.expanduser(path))
+
+
+def default_cache_dir() -> Path:
+    """Return the folder of downloads and decoded images: $VIT_CACHE, or ~/.cache/vit."""
+    try:
+        return Path(os.environ.get("VIT_CACHE") or "~/.cache/vit").expanduser()
+    except RuntimeError:
+        raise ValueError("there is no home directory to keep a cache in; set VIT_CACHE") from None
 
 
 def read_text(path: Path) -> str:
@@ -57,11 +73,7 @@ def read_arrays(path: Path) -> dict[str, Any]:
 
 
 def open_cached(path: Path, read: Callable[[], Opened]) -> Opened | None:
-    """Return what `read` returns; None if the cache lacks `path`, or if it is damaged.
-
-    Raises:
-        PermissionError: It may not be read.
-    """
+    """Return what `read` returns; None if the cache lacks `path`, or if it is damaged."""
     try:
         return read()
     except (FileNotFoundError, NotADirectoryError):
@@ -75,11 +87,8 @@ def open_cached(path: Path, read: Callable[[], Opened]) -> Opened | None:
 
 
 def read_tensors(path: Path) -> Any:
-    """Return the content of a file of `torch.save`: tensors, on the CPU, and plain values.
-
-    Raises:
-        ValueError: The file is damaged or holds anything else.
-    """
+    """Return the content of a file of `torch.save`: tensors, on the CPU, and plain values. Raises
+    ValueError if the file is damaged or holds anything else."""
     # torch takes longer to import than `vit --help` may take
     import torch
 
@@ -97,18 +106,16 @@ def read_tensors(path: Path) -> Any:
         ) from error
 
 
-# A text, bytes, or a function that writes the file at a path.
-FileContent = str | bytes | memoryview | Callable[[Path], object]
+def compute_sha256(path: Path) -> str:
+    """Return the SHA-256 digest of a file's bytes, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_atomically(path: Path, content: FileContent) -> None:
     """Write a file so that a reader sees the old one or the new one, also after a power cut.
 
     After an error, `path` is unchanged and no temporary file is left.
-
-    Args:
-        path: Path of the file.
-        content: What it holds, or a function that writes a temporary file, which is then renamed.
     """
     # Hidden, and in the same directory, so that renaming is one step of the file system.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
@@ -129,9 +136,8 @@ def write_atomically(path: Path, content: FileContent) -> None:
 def rename_durably(source: Path, target: Path) -> None:
     """Rename a file, or a directory of files, after its content is on disk. Then wait until the new
     name is on disk, too."""
-    for path in source.glob("*"):
+    for path in (*source.glob("*"), source):
         _flush(path)
-    _flush(source)
     source.replace(target)
     _flush(target.parent)
 
@@ -166,12 +172,6 @@ def write_arrays(path: Path, arrays: Mapping[str, Any]) -> None:
     write_atomically(path, save)
 
 
-def compute_sha256(path: Path) -> str:
-    """Return the SHA-256 digest of a file's bytes, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def remove(path: Path) -> None:
     """Delete a file, a link, or a directory with its content, if it exists."""
     if path.is_dir() and not path.is_symlink():
@@ -180,37 +180,12 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def default_cache_dir() -> Path:
-    """Return the folder of downloads and decoded images: $VIT_CACHE, or ~/.cache/vit."""
-    try:
-        return Path(os.environ.get("VIT_CACHE") or "~/.cache/vit").expanduser()
-    except RuntimeError:
-        raise ValueError("there is no home directory to keep a cache in; set VIT_CACHE") from None
-
-
-def expand_home(path: str | Path) -> Path:
-    """Return a path with ~ replaced, which shells don't do in `--output=~/runs`."""
-    # Path.expanduser raises an error for the name of an unknown user.
-    return Path(os.path.expanduser(path))
-
-
 def check_output(path: Path, *, overwrite: bool) -> None:
-    """Check an output directory before the work whose result is written there.
-
-    Args:
-        path: Path of the directory.
-        overwrite: True: an earlier result of vit in it may be deleted.
-
-    Raises:
-        FileExistsError: It holds files that may not be deleted.
-        NotADirectoryError: It is a file.
-    """
-    if not path.exists():
-        return
-    names = {entry.name for entry in path.iterdir()}
+    """Raise FileExistsError if an output directory holds files that may not be deleted: with
+    `overwrite`, those of an earlier result of vit may be."""
+    names = {entry.name for entry in path.iterdir()} if path.exists() else set()
     # Files of other programs are never deleted.
-    may_clear = overwrite and _MARK in names
-    if names - {_MARK} and not may_clear:
+    if names - {_MARK} and not (overwrite and _MARK in names):
         raise FileExistsError(
             f"{path} already holds files; choose another --output, or add --overwrite, which"
             " replaces a result of vit"

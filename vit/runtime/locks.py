@@ -8,18 +8,11 @@ from pathlib import Path
 
 @contextmanager
 def lock_file(path: Path, *, refusal: str = "") -> Iterator[bool]:
-    """Hold the lock on a file, which is made if it is missing, as long as the context lasts.
+    """Hold the lock on a file, which is made if it is missing, as long as the context lasts. Yield
+    False, after a warning, if the file system has no locks.
 
     Args:
-        path: The file.
-        refusal: Message of the error if another process holds the lock; empty: wait for it.
-
-    Yields:
-        False if the file system has no locks, after a warning that names the folder.
-
-    Raises:
-        ValueError: Another process holds the lock, and there is a `refusal`.
-        OSError: The file can't be made.
+        refusal: Message of the ValueError if another process holds the lock; empty: wait for it.
     """
     # takes longer to import than `vit --help` may take
     from filelock import FileLock, Timeout

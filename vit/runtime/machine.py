@@ -8,11 +8,8 @@ _MAX_WORKERS = 16
 
 
 def count_workers() -> int:
-    """Return the number of processes that decode images for this process.
-
-    They are the cores that it may use, divided among the processes of the run on this machine, and
-    at most 16.
-    """
+    """Return the number of processes that decode images for this process: the cores that it may use,
+    divided among the processes of the run on this machine, and at most 16."""
     # takes a tenth of a second to import
     from joblib import cpu_count  # type: ignore[import-untyped]
 
@@ -23,8 +20,7 @@ def count_workers() -> int:
 
 
 def count_free_memory() -> int:
-    """Return the bytes that the system says are available or, if less, that the container's limit
-    leaves."""
+    """Return the available bytes, of the system or of the container's limit."""
     # takes a tenth of a second to import
     import psutil
 

@@ -13,11 +13,10 @@ _M_ARENA_MAX = -8
 def keep_freed_memory() -> None:
     """Let glibc keep freed memory for the next allocation. Other C libraries stay as they are.
 
-    By default glibc maps each large temporary tensor anew and returns it when it is freed. Each step
-    then spends time on page faults: 166,000 faults for 256 images, a fifth of the step (timm's ViT
-    d=192 L=9, explicit attention, 2-core Zen 5). With this setting the process keeps its largest
-    size. All threads share one arena, because with one arena for each thread, each would keep the
-    largest image that it decoded.
+    By default glibc maps each large temporary tensor anew and returns it when it is freed. Page
+    faults then take a fifth of a step (timm's ViT d=192 L=9, explicit attention, 2-core Zen 5). With
+    this setting the process keeps its largest size. All threads share one arena, because each arena
+    would keep the largest image that was decoded in it.
     """
     if sys.platform.startswith("linux"):
         mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda *_: 0)

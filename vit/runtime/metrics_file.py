@@ -25,10 +25,7 @@ def load_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def append_metrics(path: Path, metrics: dict[str, Any]) -> None:
-    """Add the line of an epoch.
-
-    Lines of this step and later ones are removed, as is an incomplete one: the process that wrote
-    them was killed before it saved the step.
-    """
+    """Add the line of an epoch. Lines from this step on are removed, because the process that wrote
+    them was killed before it saved the step."""
     earlier = [line for line in load_metrics(path) if line["step"] < metrics["step"]]
     write_atomically(path, "".join(json.dumps(line) + "\n" for line in [*earlier, metrics]))

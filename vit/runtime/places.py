@@ -13,21 +13,17 @@ _SPREADSHEETS = (".xlsx", ".xls", ".ods", ".numbers")
 
 
 def find_nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name that is most like a misspelled one, or begins with it; None if there is
-    none."""
+    """Return the known name that is most like a misspelled one, or begins with it, if there is one."""
     name = name.casefold()
     by_folded = {each.casefold(): each for each in sorted(known, reverse=True)}
-    near = difflib.get_close_matches(name, by_folded, n=1) or sorted(
-        each for each in by_folded if name and each.startswith(name)
-    )
+    near = difflib.get_close_matches(name, by_folded, n=1)
+    near += sorted(each for each in by_folded if name and each.startswith(name))
     return by_folded[near[0]] if near else None
 
 
 def suggest(path: str | Path, known: Iterable[str] = ()) -> str:
-    """Return "; did you mean X?" for a path that doesn't exist; empty if nothing is like it.
-
-    X is the known name, or the file or folder beside it, that is most like it.
-    """
+    """Return "; did you mean X?" for a path that doesn't exist: a known name, or the file or folder
+    beside it, that is most like it; empty if there is none."""
     nearest = find_nearest(str(path), known)
     missing = expand_home(path)
     if nearest is None and missing.parent.is_dir():
@@ -36,17 +32,11 @@ def suggest(path: str | Path, known: Iterable[str] = ()) -> str:
     return f"; did you mean {shlex.quote(nearest)}?" if nearest else ""
 
 
-def is_archive(name: str) -> bool:
-    """Return true if a file has the suffix of an archive or a compressed file."""
-    return name.lower().endswith(_ARCHIVES)
-
-
 def explain_file(path: str | Path) -> str:
     """Return what to do with an archive or a spreadsheet; empty for anything else."""
-    if not os.path.isfile(path):
-        return ""
-    if is_archive(str(path)):
+    name = str(path).lower()
+    if name.endswith(_ARCHIVES) and os.path.isfile(path):
         return f"{path} is an archive; unpack it and name the folder"
-    if str(path).lower().endswith(_SPREADSHEETS):
+    if name.endswith(_SPREADSHEETS) and os.path.isfile(path):
         return f"{path} is a spreadsheet; save the table as CSV and name that file"
     return ""

@@ -66,17 +66,8 @@ def current_process() -> Process:
 
 @contextmanager
 def join_processes(device: str) -> Iterator[tuple[Process, str]]:
-    """Join torchrun's process group, if there is one.
-
-    Args:
-        device: Name of the device that the user chose. On GPUs each process takes its own.
-
-    Yields:
-        This process and its device.
-
-    Raises:
-        ProcessLostError: Another process has ended or hangs.
-    """
+    """Join torchrun's process group, if there is one, and give this process and the name of its
+    device: on GPUs each takes its own. Raises ProcessLostError if another has ended or hangs."""
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         yield Process(), device
         return
@@ -87,13 +78,8 @@ def join_processes(device: str) -> Iterator[tuple[Process, str]]:
         backends = "cpu:gloo,cuda:nccl"
         device = str(choose_device(f"cuda:{os.environ['LOCAL_RANK']}"))
     process = Process(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
-    store = _open_store(process)
     dist.init_process_group(
-        backends,
-        store=store,
-        rank=process.rank,
-        world_size=process.world_size,
-        timeout=_START_TIMEOUT,
+        backends, store=_open_store(process), **vars(process), timeout=_START_TIMEOUT
     )
     try:
         yield process, device
@@ -119,14 +105,10 @@ def _open_store(process: Process) -> Any:
     Each start therefore has its own keys. With several machines that is not possible, because they
     count restarts differently.
     """
-    store, _, _ = next(
-        rendezvous(
-            "env://", rank=process.rank, world_size=process.world_size, timeout=_START_TIMEOUT
-        )
-    )
+    store, _, _ = next(rendezvous("env://", **vars(process), timeout=_START_TIMEOUT))
     store.set_timeout(_START_TIMEOUT)
+    prefix = "vit"
     is_restartable = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if is_restartable and os.environ.get("GROUP_WORLD_SIZE") == "1":
         prefix = f"start {os.environ['TORCHELASTIC_RESTART_COUNT']}"
-        return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
-    return dist.PrefixStore("vit", store)  # type: ignore[attr-defined]
+    return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]

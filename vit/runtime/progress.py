@@ -9,26 +9,19 @@ Advance = Callable[..., None]
 
 @contextmanager
 def show_progress(title: str, total: int | None = None, *, shown: bool = True) -> Iterator[Advance]:
-    """Show a progress bar on standard error if that is a terminal. Text printed to standard error
-    meanwhile appears above it.
+    """Show a progress bar on standard error if that is a terminal and `shown` is set, and yield a
+    function that advances it. Text printed to standard error meanwhile appears above it.
 
     Args:
         title: Text before the bar.
         total: Number of items. None: unknown, or the work has no items.
-        shown: False hides it.
-
-    Yields:
-        A function that advances the bar.
     """
     # rich takes longer to import than `vit --help` may take
     from rich import progress
     from rich.console import Console
 
     console = Console(stderr=True)
-    columns: list[progress.ProgressColumn] = [
-        progress.TextColumn("{task.description}"),
-        progress.BarColumn(),
-    ]
+    columns: list[str | progress.ProgressColumn] = ["{task.description}", progress.BarColumn()]
     if total is not None:
         columns += [progress.MofNCompleteColumn(), progress.TimeRemainingColumn()]
     # A log file must not get control characters.

@@ -24,21 +24,15 @@ _local = threading.local()
 
 
 class BatchThreads:
-    """A pool of threads that share torch's own threads equally.
-
-    Args:
-        count: Number of threads. None: one for each of torch's threads, at most 8.
-    """
+    """A pool of `count` threads that share torch's own threads equally. None: one for each of torch's
+    threads, at most 8."""
 
     def __init__(self, count: int | None = None) -> None:
         num_torch_threads = torch.get_num_threads()
         self.count = count or min(num_torch_threads, MAX_THREADS)
         self._torch_threads_each = max(num_torch_threads // self.count, 1)
         self._pool = ThreadPoolExecutor(
-            self.count,
-            "vit",
-            initializer=torch.set_num_threads,
-            initargs=(self._torch_threads_each,),
+            self.count, "vit", torch.set_num_threads, (self._torch_threads_each,)
         )
 
     @contextmanager
@@ -55,14 +49,10 @@ class BatchThreads:
     def map(
         self, function: Callable[[Part], Result], parts: Sequence[Part], *, is_random: bool = False
     ) -> Iterator[Result]:
-        """Yield function(part) for each part, in order, when it is ready.
+        """Yield function(part) for each part of a batch, in order, when it is ready.
 
-        Args:
-            function: Function that runs in a thread.
-            parts: Parts of a batch.
-            is_random: True if it takes random numbers from `thread_generator`. That is then seeded
-                for each part from torch's generator, so that the numbers don't depend on which
-                thread is first.
+        If `is_random`, the function takes random numbers from `thread_generator`, which is seeded
+        for each part from torch's generator: they don't depend on which thread is first.
         """
         # The seeds are drawn before any thread starts, in the order of the parts.
         seeds: list[int | None] = [None] * len(parts)

@@ -18,7 +18,7 @@ from vit.data.sources.listing import Listing
 from vit.data.sources.tables import find_table, is_table, list_table
 from vit.runtime.arguments import shorten
 from vit.runtime.files import expand_home
-from vit.runtime.patterns import check_pattern, search_group
+from vit.runtime.patterns import search_group
 from vit.runtime.places import explain_file, suggest
 
 
@@ -146,7 +146,7 @@ def find_by_name(root: Path, label_by: str) -> Listing:
         ValueError: The expression is wrong, or finds no class.
     """
     # before images are listed
-    check_pattern(label_by, name="data.label_by")
+    search_group(label_by, [], name="data.label_by")
     files = list_below(root)
     paths = sorted(filter(is_image_name, files))
     labels = search_group(label_by, paths, name="data.label_by")

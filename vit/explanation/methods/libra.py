@@ -24,9 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
-
-from vit.runtime.device import list_tensors
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 Arguments = tuple[Any, ...]
 Options = dict[str, Any]
@@ -67,7 +65,8 @@ class LibraGradients(TorchFunctionMode):
 
 def _list_signals(value: Any) -> list[Tensor]:
     """List the tensors in arguments that gradients go through."""
-    return [tensor for tensor in list_tensors(value) if tensor.requires_grad]
+    leaves = tree_leaves(value)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
 def _hold_tensors(value: Any) -> Any:
