@@ -21,6 +21,7 @@ NUM_IMAGES = 48
 RNG = np.random.default_rng(0)
 PIXELS = RNG.integers(0, 256, (NUM_IMAGES, 8, 8, 3), dtype=np.uint8)
 MARKS = RNG.random((NUM_IMAGES, 3)) < (0.2, 0.5, 0.7)
+LABELS = [[name for name, mark in zip(NAMES, row, strict=True) if mark] for row in MARKS]
 # the label "cat" is a red image, so that there is something to learn
 PIXELS[MARKS[:, 1], :, :, 0] //= 4
 CONFIG: dict[str, Any] = {
@@ -74,7 +75,7 @@ def test_the_loss_is_the_weighted_binary_cross_entropy_of_smoothed_labels() -> N
 def run(tmp_path_factory: pytest.TempPathFactory) -> TrainingResult:
     return vit.train(
         CONFIG,
-        dataset=(PIXELS, MARKS),
+        dataset=(PIXELS, LABELS),
         class_names=NAMES,
         output=tmp_path_factory.mktemp("run") / "r",
     )
@@ -101,7 +102,7 @@ def test_a_stopped_run_ends_with_the_same_bytes(run: Any, tmp_path: Path) -> Non
             return bool(metrics["step"] == 7)
 
     arguments: dict[str, Any] = {
-        "dataset": (PIXELS, MARKS),
+        "dataset": (PIXELS, LABELS),
         "class_names": NAMES,
         "output": tmp_path / "r",
     }

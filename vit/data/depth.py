@@ -5,9 +5,6 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageOps
 
-# tags of TIFF
-_BITS_PER_SAMPLE = 258
-_SAMPLE_FORMAT = 339
 # rows that are scaled at once: float64 takes much memory
 _ROWS = 256
 # a small file may hold very many pixels
@@ -74,12 +71,7 @@ def read_deep(image: Any) -> DeepImage:
         # from blue, green, red
         return DeepImage(np.ascontiguousarray(colours[..., ::-1]))
     values = np.asarray(ImageOps.exif_transpose(image))
-    values = values.astype(values.dtype.newbyteorder("="))
-    # Pillow's pixels of 32 bits are signed, also those of a TIFF whose tags say otherwise
-    tags = getattr(image, "tag_v2", {})
-    if tags.get(_BITS_PER_SAMPLE) == (32,) and tags.get(_SAMPLE_FORMAT, (1,)) == (1,):
-        values = values.view(np.uint32)
-    return DeepImage(values)
+    return DeepImage(values.astype(values.dtype.newbyteorder("=")))
 
 
 def _has_deep_colours(image: Any) -> bool:

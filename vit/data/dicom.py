@@ -28,12 +28,9 @@ def is_dicom(file: BinaryIO) -> bool:
 
 
 def read_dicom(file: BinaryIO) -> Image.Image:
-    """Read the first frame, with its rescale slope and intercept, clipped to its first window.
-
-    Raises:
-        ValueError: pydicom is missing, or the image is too large. For broken bytes and colours of
-            more than 8 bits, pydicom and Pillow raise errors of nearly any type.
-    """
+    """Read the first frame, with its rescale slope and intercept, clipped to its first window. For
+    broken bytes and colours of more than 8 bits, pydicom and Pillow raise errors of nearly any
+    type."""
     if not has_dicom():
         raise ValueError(f"it is DICOM; {DICOM_HINT}")
     import pydicom

@@ -18,8 +18,8 @@ from vit.data.python_images import convert_pixels, iterate_images
 from vit.runtime.arguments import first_line
 from vit.runtime.drive import DRIVE_ERRORS, report_drive
 
-# Pillow warns about odd metadata and large images; neither changes the pixels. For the whole
-# process: `catch_warnings` in a thread that decodes would take the other threads' warnings, too.
+# Pillow warns about odd metadata and large images, which change no pixels. `catch_warnings` in a
+# thread that decodes would take the other threads' warnings, too.
 warnings.filterwarnings("ignore", module="PIL")
 
 IMAGE_SUFFIXES = (
@@ -31,7 +31,8 @@ HEIF_SUFFIXES = (".heic", ".heif")
 HEIF_HINT = "pip install '.[heic]' in the clone of vit reads .heic"
 # formats that Pillow may open, whatever a file's name is: some of its other formats start programs
 IMAGE_FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP", "HEIF")
-# paths, PIL images, arrays or tensors, one or several; or a set of them with labels
+# paths, PIL images, arrays or tensors [H, W, 3] or [3, H, W], one or several, in a list or a batch;
+# or a set of images with labels, which are left out
 ImageInputs = Any
 # between the name of a file and the reason
 UNREADABLE = " can't be read as an image: "
@@ -68,16 +69,11 @@ def is_image_name(path: str) -> bool:
 def read_image(
     file: Path | BinaryIO, *, name: str = "image", draft_side: int | None = None
 ) -> Image.Image:
-    """Decode an image file of any mode into upright RGB.
+    """Decode the first frame of an image file, or of a file opened for reading bytes with a name for
+    messages: EXIF rotation is applied, and see `to_rgb`.
 
-    EXIF rotation is applied, transparency is put on white, and only the first frame of an
-    animation is read. An image of more than 8 bits a channel is a `DeepImage`.
-
-    Args:
-        file: A path, or a file opened for reading bytes.
-        name: Name of an opened file, for messages.
-        draft_side: Pixels of a side that are enough. JPEG files are then decoded at a fraction of
-            their size, down to an eighth, in less time. None decodes the full size.
+    With `draft_side`, the pixels of a side that are enough, a JPEG file is decoded at a fraction of
+    its size, down to an eighth, in less time.
 
     Raises:
         ValueError: The file is truncated, is not an image, or has more than 100 million pixels.
@@ -126,11 +122,8 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def open_pixels(image: Any, *, name: str = "an image") -> Image.Image:
-    """Return an image in memory, one of PIL or an array of `convert_pixels`, upright and in RGB.
-
-    Raises:
-        ValueError: See `convert_pixels`; `name` names the image.
-    """
+    """Return an image in memory, one of PIL or an array of `convert_pixels`, upright and in RGB;
+    `name` names it in messages."""
     if isinstance(image, Image.Image):
         # a copy would lose the values of a `DeepImage`
         is_upright = image.getexif().get(ExifTags.Base.Orientation, 1) == 1
@@ -144,11 +137,8 @@ def open_pixels(image: Any, *, name: str = "an image") -> Image.Image:
 def list_images(images: ImageInputs) -> Iterator[str | Image.Image]:
     """List images, in order: each as the path of a file, or as `open_pixels` opens it.
 
-    Args:
-        images: Paths, PIL images, arrays or torch tensors, one or several, also as [N, H, W, 3] or
-            [N, 3, H, W]; or a set of images with labels, which are left out. A folder gives the
-            image files below it, sorted. A path that doesn't exist, and in a list a folder that
-            can't be read or has no images, is listed, too: reading it raises an error.
+    A folder gives the image files below it, sorted. A path that doesn't exist, and in a list a
+    folder that can't be read or has no images, is listed, too: reading it raises an error.
 
     Raises:
         ValueError: A single folder has no images, or an array has another type or shape.
@@ -183,9 +173,8 @@ def is_system_folder(name: str) -> bool:
 
 
 def list_files(folder: str | Path) -> Iterator[str]:
-    """List the files below a folder, those of each directory in sorted order. Links to directories
-    are not followed, and folders of `is_system_folder` are left out. Raises OSError for a directory
-    that can't be read."""
+    """List the files below a folder, those of each directory in sorted order, but in no folders of
+    `is_system_folder` or behind links. Raises OSError for a directory that can't be read."""
 
     def fail(error: OSError) -> None:
         raise error

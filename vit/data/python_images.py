@@ -18,14 +18,9 @@ def convert_pixels(pixels: Any, *, name: str = "an image") -> np.ndarray:
     """Return one image in memory as [H, W, 3] or [H, W]: of uint8, or of the type of its values if
     they need more bits.
 
-    Args:
-        pixels: An array or tensor [H, W], [H, W, 1], [H, W, 3], [1, H, W] or [3, H, W], of uint8,
-            of floating-point values from 0 to 1, or of values of more bits.
-        name: Name of the image in messages.
-
-    Raises:
-        ValueError: It has another type or shape, its shape may be read in two ways, or the values
-            of a tensor are beyond 0 to 1, as after Normalize.
+    It is an array or tensor, also [H, W, 1], [1, H, W] or [3, H, W], of uint8, of floating-point
+    values from 0 to 1, or of values of more bits. Raises ValueError for another one, if its shape
+    may be read in two ways, and if the values of a tensor are beyond 0 to 1, as after Normalize.
     """
     is_tensor = hasattr(pixels, "detach")
     if is_tensor:
@@ -62,12 +57,8 @@ def find_key(item: Mapping[str, Any], known: Sequence[str], *, name: str) -> str
 
 
 def iterate_images(images: Any) -> Iterator[Any]:
-    """Yield the images of a list or a set one by one: paths and images in memory, as they are.
-    Labels of items, see `find_python_objects`, are left out.
-
-    Raises:
-        ValueError: It is neither.
-    """
+    """Yield the images of a list or a set one by one, as they are. Labels of items, see
+    `find_python_objects`, are left out. Raises ValueError if it is neither."""
     if isinstance(images, Mapping):
         images = [images]
     elif hasattr(images, "__getitem__"):

@@ -11,9 +11,9 @@ from vit.data.dataset import ImageDataset, choose_evenly
 from vit.data.depth import DeepImage, find_extremes
 from vit.data.label_sets import count_labels
 
-# pixels that are decoded for a sample, in a few seconds
+# pixels that are decoded for a sample, in a few seconds; for the range of deep images, and to see
+# if there are any
 _MAX_PIXELS = 2 * 10**8
-# pixels that are decoded for the range of deep images, and to see if there are any
 _MAX_DEEP_PIXELS = 4 * 10**8
 _MAX_FIRST_PIXELS = 5 * 10**7
 # images whose values are measured, and those that are read to see if there are deep ones
@@ -34,14 +34,8 @@ MAX_RATIO = 5
 
 
 def measure_sample(dataset: ImageDataset, *, count: int) -> tuple[float, bool]:
-    """Measure `count` random images, or fewer if they are large.
-
-    Returns:
-        The median of the shorter sides, in pixels, and true if no image has colours.
-
-    Raises:
-        ValueError: None of them can be read.
-    """
+    """Measure `count` random images, or fewer if they are large: return the median of the shorter
+    sides, in pixels, and true if no image has colours. Raises ValueError if none can be read."""
     sides = []
     is_grey = True
     num_pixels = 0
@@ -57,11 +51,8 @@ def measure_sample(dataset: ImageDataset, *, count: int) -> tuple[float, bool]:
 
 
 def measure_value_range(dataset: ImageDataset) -> tuple[float, float] | None:
-    """Measure the values that become black and white in images of more than 8 bits a channel.
-
-    Returns:
-        One range for all images, see `choose_value_range`; None if a sample has no such image.
-    """
+    """Measure the values that become black and white in images of more than 8 bits a channel: one
+    range for all, see `choose_value_range`. None if a sample has no such image."""
     names = [name.lower() for name in dataset.ids]
     candidates = [index for index, name in enumerate(names) if not name.endswith(_SHALLOW_SUFFIXES)]
     if dataset.pixels is not None or not candidates:
@@ -82,8 +73,8 @@ def measure_value_range(dataset: ImageDataset) -> tuple[float, float] | None:
                 elif bits is not None:
                     bits |= int(np.bitwise_or.reduce(image.values, axis=None))
             num_pixels += image.width * image.height
-            is_sure = bool(ranges) or (number < _FIRST_SAMPLE and num_pixels <= _MAX_FIRST_PIXELS)
-            if not is_sure or num_pixels > _MAX_DEEP_PIXELS:
+            is_shallow = number >= _FIRST_SAMPLE or num_pixels > _MAX_FIRST_PIXELS
+            if num_pixels > _MAX_DEEP_PIXELS or (is_shallow and not ranges):
                 break
     if not ranges:
         return None
@@ -144,16 +135,13 @@ def choose_class_balance(
 
 
 def compute_class_weights(labels: np.ndarray, num_classes: int) -> np.ndarray:
-    """Compute the weights that balance the classes, float32 [C].
+    """Compute the weights that balance the classes, float32 [C], from labels as in
+    `compute_class_ratio`.
 
     Weights of classes are inversely proportional to the number of images, as scikit-learn's
     "balanced"; their mean over the images is 1, and a class without images has 0. Weights of labels
-    are the number of images without the label for one that has it, which is the weight of the
-    latter in the binary cross-entropy; a label that no image has, or all have, has 1.
-
-    Args:
-        labels: Class of each image, int64 [n], or which labels it has, bool [n, C].
-        num_classes: C.
+    are the number of images without the label for one that has it, its weight in the binary
+    cross-entropy; a label that no image has, or all have, has 1.
     """
     counts = count_labels(labels, num_classes)
     weights: np.ndarray

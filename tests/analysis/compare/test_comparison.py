@@ -164,12 +164,11 @@ def test_several_labels_of_any_name_are_right_together(
     predicted = [
         [set(each.labels) for each in vit.predict(bundle, PIXELS).predictions] for bundle in bundles
     ]
-    marks = MARKS.copy()
+    truth = [{NAMES[place] for place in np.flatnonzero(row)} for row in MARKS]
     for place in range(50):
-        marks[place] = [name in predicted[place >= 30][place] for name in NAMES]
+        truth[place] = predicted[place >= 30][place]
     for name, bundle, labels in zip("ab", bundles, predicted, strict=True):
-        vit.evaluate(bundle, dataset=(PIXELS, marks)).save(tmp_path / name)
-        truth = [{NAMES[place] for place in np.flatnonzero(row)} for row in marks]
+        vit.evaluate(bundle, dataset=(PIXELS, truth)).save(tmp_path / name)
         correct.append(np.array([one == other for one, other in zip(labels, truth, strict=True)]))
     found = vit.compare(tmp_path / "a", tmp_path / "b")
     assert found.difference == pytest.approx(correct[1].mean() - correct[0].mean())

@@ -1,4 +1,4 @@
-"""Parquet files, directories of save_to_disk and names on the Hub, by Hugging Face's own library."""
+"""Parquet files and names on the Hub, by Hugging Face's own library."""
 
 import io
 import pickle
@@ -92,36 +92,14 @@ def test_a_folder_of_parquet_files_has_splits(tmp_path: Path, folder: str) -> No
     assert_pictures(dataset.split("test"), first=50)
 
 
-def test_a_directory_of_save_to_disk_is_read(tmp_path: Path) -> None:
-    splits = {
-        "train": make_table(),
-        "valid": make_table(3, first=30),
-        # the Hub hides the labels of test images
-        "test": make_table(3, kind=datasets.Value("int64"), label=[-1] * 3),
-        "extra": make_table(3),
-    }
-    datasets.DatasetDict(splits).save_to_disk(str(tmp_path / "saved"))
-    dataset = open_place(tmp_path / "saved")
-    # a validation split alone is the test split
-    assert [len(dataset.split(split)) for split in ("all", "test")] == [15, 3]
-    assert_pictures(dataset.split("test"), first=30)
-    notes = dataset.split("train").notes
-    assert {"the split 'test' was left out", "the split 'extra' was left out"} <= set(notes)
-    make_table(6).save_to_disk(str(tmp_path / "one"))
-    assert len(open_place(tmp_path / "one", classes=["cow", "ant"]).split("all")) == 4
-
-
-def test_damaged_places_of_values_are_one_line(tmp_path: Path) -> None:
-    make_table().save_to_disk(str(tmp_path / "saved"))
-    (path,) = (tmp_path / "saved").rglob("*.arrow")
-    content = path.read_bytes()
-    # the places of the second and later images, as Arrow stores them
-    sizes = [0, *np.cumsum([len(encode(number)) for number in range(12)])]
-    places = np.array(sizes, dtype="<i4").tobytes()
-    assert content.count(places) == 1
-    path.write_bytes(content.replace(places, places[:4] + b"\xff" * 4 + places[8:]))
-    with pytest.raises(OSError, match=r"can't be read as a data set: .*offset"):
-        open_place(tmp_path / "saved")
+def test_splits_without_labels_are_left_out(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "train.parquet", make_table())
+    # the Hub hides the labels of test images
+    hidden = make_table(3, kind=datasets.Value("int64"), label=[-1] * 3)
+    write_parquet(tmp_path / "test.parquet", hidden)
+    source = open_place(tmp_path, classes=["cow", "ant"]).split("all")
+    assert len(source) == 8
+    assert "the split 'test' was left out" in source.notes
 
 
 def test_a_name_on_the_hub_is_loaded_by_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +149,7 @@ def test_a_broken_table_is_one_line(tmp_path: Path, columns: Any, sentence: str)
         open_place(path)
 
 
-@pytest.mark.parametrize("root", ["no-table.parquet", "absent", "hf:owner/absent"])
+@pytest.mark.parametrize("root", ["no-table.parquet", "hf:owner/absent"])
 def test_a_corrupt_or_missing_file_is_one_line(
     tmp_path: Path, cli: Launcher, root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,7 +1,8 @@
-"""Data sets of Hugging Face's library `datasets`: names on the Hub, directories of save_to_disk and
-Parquet files. Their rows are read as items from Python are."""
+"""Data sets of Hugging Face's library `datasets`: names on the Hub and Parquet files. Their rows are
+read as items from Python are."""
 
 import glob
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,14 +18,13 @@ from vit.runtime.arguments import first_line, shorten
 from vit.runtime.files import expand_home
 from vit.runtime.hub import offline_if_unreachable
 
+# labels of splits that have none: the Hub hides those of test images
+_NO_LABELS = {"-1", "None", "[]", "['-1']"}
+
 
 class Rows:
-    """Rows of a table that is mapped from disk, as items: the bytes of an image's file, and the name
-    of its class or a list of its labels.
-
-    Raises:
-        ValueError: The table, a datasets.Dataset, lacks a column of images or of labels.
-    """
+    """Rows of a datasets.Dataset as items: the bytes of an image's file, and the name of its class or
+    a list of its labels. Raises ValueError if it lacks a column of images or of labels."""
 
     is_on_disk = True
 
@@ -33,15 +33,14 @@ class Rows:
         import datasets
 
         self._image = find_key(table.features, IMAGE_KEYS, name=name)
-        label = find_key(table.features, LABEL_KEYS, name=name)
         self.classes = find_class_names(table)
+        self.labels = list(map(self._name, table[find_key(table.features, LABEL_KEYS, name=name)]))
         try:
             # the library would decode images, or open the files that a stranger's rows name
             self._table = table.cast_column(self._image, datasets.Image(decode=False))
         except (TypeError, ValueError, NotImplementedError) as error:
             kind = shorten(str(table.features[self._image]))
             raise ValueError(f"{name}: the column {self._image} is {kind}, no image") from error
-        self.labels = list(map(self._name, table[label]))
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -63,32 +62,25 @@ class Rows:
 
 
 def is_place(place: str) -> bool:
-    """Return true for a name on the Hub, Parquet files or a directory that save_to_disk wrote."""
-    if place.startswith("hf:") and not is_remote(place):
-        return True
+    """Return true for a name on the Hub or Parquet files."""
+    return (place.startswith("hf:") and not is_remote(place)) or bool(_list_parquet(place))
+
+
+def _list_parquet(place: str) -> dict[str, list[str]]:
+    """List the Parquet files of each split at a place: a file, or a folder such as a clone of a
+    repository of the Hub."""
     path = expand_home(place)
-    is_saved = any((path / name).is_file() for name in ("dataset_dict.json", "state.json"))
-    return is_saved or bool(_list_parquet(path))
-
-
-def _list_parquet(path: Path) -> dict[str, list[str]]:
-    """List the Parquet files of each split at a path."""
     if path.suffix == ".parquet" and path.is_file():
         return {"train": [str(path)]}
     return list_by_split(str(path), ".parquet") or list_by_split(str(path / "data"), ".parquet")
 
 
 def find_huggingface(request: Request) -> Listing:
-    """List a data set that the library `datasets` reads.
+    """List the data set "hf:NAME" or "hf:NAME:CONFIGURATION" of the Hub, or Parquet files.
 
     An image is in the column image or img; its class is in label, labels or class, as a text, a
     whole number, or a number that the file's features name; several labels are a list of these.
     Splits without labels are left out.
-
-    Args:
-        request: Its root is "hf:NAME" or "hf:NAME:CONFIGURATION" of the Hub, a directory that
-            save_to_disk wrote, a Parquet file or a folder of them (such as
-            data/train-00000.parquet). Its cache holds the library's copies.
 
     Raises:
         ValueError: The library isn't installed, or there are no images and labels.
@@ -97,12 +89,10 @@ def find_huggingface(request: Request) -> Listing:
     origin = f"data.root {request.root}"
     tables = _load(str(request.root), request.cache_dir / "datasets")
     rows = {name: Rows(table, name=f"{origin} {name}") for name, table in tables.items()}
-    # test splits of the Hub have -1
-    unlabelled: tuple[Any, ...] = (None, "-1", [], ["-1"])
     used = {
         name: each
         for name, each in rows.items()
-        if name.lower() in SPLIT_OF and not all(label in unlabelled for label in each.labels)
+        if name.lower() in SPLIT_OF and not set(map(str, each.labels)) <= _NO_LABELS
     }
     if not used:
         raise ValueError(f"{origin} has no labels in a split of {', '.join(SPLIT_OF)}")
@@ -116,7 +106,7 @@ def find_huggingface(request: Request) -> Listing:
     return replace(listing, name="huggingface", origin=origin, keeps_validation=False, notes=notes)
 
 
-def _load(root: str, cache_dir: Path) -> dict[str, Any]:
+def _load(root: str, cache_dir: Path) -> Mapping[str, Any]:
     """Open a data set: split → table, as the library names and maps them."""
     try:
         # an extra, which takes seconds to import
@@ -124,29 +114,18 @@ def _load(root: str, cache_dir: Path) -> dict[str, Any]:
     except ImportError as error:
         hint = "pip install '.[datasets]' in the clone of vit"
         raise ValueError(f"data.root {root} needs the library datasets; {hint}") from error
-    path = expand_home(root)
+    if not is_place(root):
+        raise ValueError(f"data.root {root} holds no Parquet files; check the path")
     # the library takes names of files for patterns
-    parquet = {split: list(map(glob.escape, files)) for split, files in _list_parquet(path).items()}
+    parquet = {split: list(map(glob.escape, files)) for split, files in _list_parquet(root).items()}
+    name, _, configuration = root.removeprefix("hf:").partition(":")
+    options: dict[str, Any] = {"cache_dir": str(cache_dir)}
     try:
-        if root.startswith("hf:"):
-            name, _, configuration = root.removeprefix("hf:").partition(":")
-            with offline_if_unreachable():
-                opened = datasets.load_dataset(
-                    name, configuration or None, cache_dir=str(cache_dir)
-                )
-        elif parquet:
-            opened = datasets.load_dataset(
-                "parquet", data_files=parquet, cache_dir=str(cache_dir), batch_size=1000
-            )
-        else:
-            opened = datasets.load_from_disk(str(path))
-        tables = dict(opened) if isinstance(opened, dict) else {"train": opened}
-        # damaged places of values would be read outside the file
-        for table in tables.values():
-            table.data.validate(full=True)
+        if parquet:
+            return datasets.load_dataset("parquet", data_files=parquet, batch_size=1000, **options)
+        with offline_if_unreachable():
+            return datasets.load_dataset(name, configuration or None, **options)
     except Exception as error:
         # the library, pyarrow and the client of the Hub raise errors of many types
         reason = shorten(first_line(error.__cause__ or error))
         raise OSError(f"data.root {root} can't be read as a data set: {reason}") from error
-    # a directory may ask for rows of another library's types
-    return {split: table.with_format(None) for split, table in tables.items()}

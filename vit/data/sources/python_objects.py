@@ -19,8 +19,8 @@ FROM_PYTHON = "from-python"
 
 
 class ItemReader(ImageReader):
-    """The images of sets whose items are (image, label). `places` has the number of the set, the
-    place in it, and the hash of the image, by which the cache knows it, uint64 [n, 3]."""
+    """The images of sets of items. `places` has the number of the set, the place in it, and the hash
+    of the image, uint64 [n, 3]."""
 
     def __init__(self, sets: Sequence[Any], names: Sequence[str], places: np.ndarray) -> None:
         super().__init__(names, places)
@@ -52,8 +52,8 @@ def find_python_objects(
     Args:
         dataset: A set of items that is read by index, pairs (image, label) or dictionaries with the
             keys image (img) and label (labels, class); images and labels [n]; or a dictionary of
-            such sets by split. An image is one of PIL, or see `convert_pixels`. A label is a text
-            or a whole number; a list of names, or a row of 0 and 1, is several.
+            such sets by split. An image is one of PIL, or see `convert_pixels`. A label is the name
+            or the number of a class, or a list of names.
         class_names: Names of the classes; None takes those that the set has, its attribute
             `classes` or the features of a set of Hugging Face, or the labels that are names.
         split: Split of a data set that isn't a dictionary.
@@ -83,8 +83,6 @@ def find_python_objects(
             labels.append(_as_plain(label))
             places.append((number, index, hash_stored(image)))
             splits.append(SPLIT_OF[name])
-    if not labels:
-        raise ValueError("dataset holds no images; pass at least one")
     named, names = _name_labels(labels, known, task=task)
     ids = [f"{name}/{place[1]:06d}" for name, place in zip(splits, places, strict=True)]
     return Listing(
@@ -159,37 +157,25 @@ def _name_labels(
     labels: Sequence[Any], known: Sequence[str], *, task: str | None
 ) -> tuple[list[Any], Sequence[str]]:
     """Return the class of each image by its name, or its labels, a tuple; and the names of all.
-
-    Raises:
-        ValueError: They aren't of one kind, or not those of the known classes.
-    """
+    Raises ValueError if they aren't of one kind, or not those of the known classes."""
     are_sets = task != "classes" and all(isinstance(label, list) for label in labels)
     each = list(chain.from_iterable(labels)) if are_sets else labels
-    has_task = are_sets or task != "multilabel"
-    if has_task and all(isinstance(value, str) for value in each):
-        names = known or (sorted(set(each)) if are_sets else sort_class_names(each))
-        if unknown := sorted(set(each) - set(names)):
-            text = f"the label {unknown[0]!r} of dataset is not one of its classes"
-            raise ValueError(f"{text} {shorten(', '.join(names))}")
-        return [as_labels(label) if are_sets else label for label in labels], names
-
-    names, is_right = known, False
-    if has_task and all(isinstance(value, int) for value in each):
-        count = len(labels[0] if are_sets else set(labels))
+    is_right = are_sets or task != "multilabel"
+    if not are_sets and all(isinstance(label, int) for label in labels):
         # without names, the labels count the classes
-        names = known or [f"class {place}" for place in range(count)]
-        is_right = 0 <= min(each) <= max(each) < len(names)
-        if are_sets:
-            is_right = set(each) <= {0, 1} and {len(label) for label in labels} == {len(names)}
-    if not is_right:
+        known = known or [f"class {place}" for place in range(len(set(labels)))]
+        is_right = is_right and 0 <= min(labels) <= max(labels) < len(known)
+        if is_right:
+            labels = each = [known[label] for label in labels]
+    if not is_right or not all(isinstance(value, str) for value in each):
         values = shorten(", ".join(sorted(set(map(repr, each)))))
         raise ValueError(
             f"the labels of dataset are {values}, not class names nor integers that count the classes"
-            " from 0; for several labels, pass lists of names, or a row of 0 and 1 for each image"
+            " from 0, or for several labels lists of their names, such as"
+            " [[names[place] for place in row.nonzero()[0]] for row in marks]"
         )
-    if not are_sets:
-        return [names[label] for label in labels], names
-    if task is None and all(sum(label) == 1 for label in labels):
-        text = f"each label of dataset has a single 1, such as {shorten(repr(labels[0]))}"
-        raise ValueError(f"{text}; pass its index or name, or set data.task=multilabel")
-    return [tuple(names[place] for place in np.flatnonzero(label)) for label in labels], names
+    names = known or (sorted(set(each)) if are_sets else sort_class_names(each))
+    if unknown := sorted(set(each) - set(names)):
+        text = f"the label {unknown[0]!r} of dataset is not one of its classes"
+        raise ValueError(f"{text} {shorten(', '.join(names))}")
+    return [as_labels(label) if are_sets else label for label in labels], names
