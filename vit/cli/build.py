@@ -10,8 +10,9 @@ default and text. They are read from the source, so that `--help` needs no torch
 
 A command is a module with a `COMMAND` that `vit.cli.main` names: see vit/analysis/audit/command.py.
 Its function `run` receives the public function with its options filled in, then its own parameters,
-which are read in the same way; one with the name of an option replaces it. The first sentence of
-its docstring is shown in `vit --help`: at most 60 characters.
+which are read in the same way; one with the name of an option replaces it. Of a function whose
+`Result` is saved (`is_saved`) it receives the result. The first sentence of its docstring is shown
+in `vit --help`: at most 60 characters.
 """
 
 import inspect
@@ -29,7 +30,7 @@ import typer
 
 from vit.runtime.arguments import as_tuple
 from vit.runtime.command import Command
-from vit.runtime.files import clean_name, expand_home
+from vit.runtime.files import clean_name, compute_and_save, expand_home
 from vit.runtime.signatures import Names, Parameter, list_public_names, read_signature
 
 # second names of options
@@ -53,8 +54,11 @@ def add_command(app: typer.Typer, command: Command) -> None:
                 command.run.__name__, arguments
             )
         own_values = {name: arguments.pop(name) for name in own}
-        if command.function:
-            command.run(partial(_call, command.function, **arguments), **own_values)
+        call = partial(_call, command.function, **arguments)
+        if command.is_saved:
+            command.run(compute_and_save(call, **own_values), own_values["output"])
+        elif command.function:
+            command.run(call, **own_values)
         else:
             command.run(**own_values)
 
@@ -71,14 +75,17 @@ def add_command(app: typer.Typer, command: Command) -> None:
 def read_parameters(command: Command) -> tuple[Parameters, Parameters]:
     """Return the parameters of the public function that are arguments or options, and the command's
     own."""
-    own = read_signature(command.run.__module__, command.run.__name__)
+    function = compute_and_save if command.is_saved else command.run
+    own = read_signature(function.__module__, function.__name__)
     passed = {}
     if command.function:
         # the public function itself
         del own[next(iter(own))]
         passed = read_signature(list_public_names()[command.function], command.function)
     for name in command.python_only:
-        del passed[name]
+        passed.pop(name, None)
+    for name, kind in command.kinds.items():
+        passed[name] = passed[name]._replace(kind=kind)
     return passed, own
 
 

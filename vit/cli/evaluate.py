@@ -1,27 +1,18 @@
 """`vit evaluate`: metrics with confidence intervals, errors and their attention maps."""
 
-from functools import partial
 from pathlib import Path
+from typing import Any
 
-from vit.runtime.command import Call, Command
+from vit.runtime.command import Command
 from vit.runtime.console import build_console, build_table
-from vit.runtime.files import compute_and_save
 
 
-def evaluate(measure: Call, model: list[str], *, output: Path, overwrite: bool = False) -> None:
+def evaluate(result: Any, output: Path) -> None:
     """Measure a model on held-out images, with intervals.
 
-    Writes report.html, evaluation.json, predictions.csv, and predictions.npz for vit compare.
-
-    Args:
-        model: Model files, runs, timm:NAME or imagenette; the probabilities of several are
-            averaged.
-        output: Directory for the results.
-        overwrite: Replace an earlier result.
+    Writes report.html, evaluation.json, predictions.csv, and predictions.npz for vit compare. The
+    probabilities of several models are averaged.
     """
-    result = compute_and_save(
-        partial(measure, model if len(model) > 1 else model[0]), output, overwrite=overwrite
-    )
     if not result.is_main:
         return
     evaluation = result.evaluation
@@ -36,4 +27,4 @@ def evaluate(measure: Call, model: list[str], *, output: Path, overwrite: bool =
     console.print(f"open {output / 'report.html'} in a browser")
 
 
-COMMAND = Command(run=evaluate, function="evaluate", python_only=("dataset", "class_names"))
+COMMAND = Command(run=evaluate, function="evaluate", is_saved=True, kinds={"model": list[str]})

@@ -15,9 +15,6 @@ from vit.runtime.command import Call, Command
 from vit.runtime.console import echo
 from vit.runtime.places import explain_file, suggest
 
-# imported on use, because Ray is an extra
-_ENGINE = "vit.deploy.many_machines"
-
 
 def predict(
     call: Call,
@@ -47,27 +44,22 @@ def predict(
     model, images = take_models(call.keywords["model"], images)
     check_images(model, images)
     keywords = {**call.keywords, "model": model}
-    if engine == "ray":
-        # its rows have the probability of every class
-        if top_k is not None:
-            raise ValueError("--top-k has no effect with --engine ray; leave it out")
-        _predict_on_ray(list(list_names(images)), keywords)
-    else:
+    if engine == "local":
         if top_k is not None:
             keywords["top_k"] = top_k
         _predict(images, keywords)
-
-
-def _predict_on_ray(places: list[str], keywords: dict[str, Any]) -> None:
-    output, resume = keywords.pop("output"), keywords.pop("resume")
-    if output is None:
+        return
+    # its rows have the probability of every class
+    if top_k is not None:
+        raise ValueError("--top-k has no effect with --engine ray; leave it out")
+    if keywords["output"] is None:
         raise ValueError("--engine ray writes a folder of Parquet files; name it with --output")
     try:
-        ray = import_module(_ENGINE)
+        many_machines = import_module("vit.deploy.many_machines")
     except ImportError as error:
         text = "--engine ray needs Ray: pip install '.[ray]' in the clone of vit"
         raise ValueError(text) from error
-    ray.predict_on_ray(places, keywords, output=output, resume=resume)
+    many_machines.predict_on_ray(list(list_names(images)), **keywords)
 
 
 def _predict(images: list[str], keywords: dict[str, Any]) -> None:
@@ -84,9 +76,7 @@ def _predict(images: list[str], keywords: dict[str, Any]) -> None:
     predictions = iterate_predictions(images=inputs, **keywords)
     output = keywords["output"]
     if not output:
-        kind = "jsonl"
-        if sys.stdout.isatty():
-            kind = "table"
+        kind = "table" if sys.stdout.isatty() else "jsonl"
         predictions = write_predictions(predictions, file=sys.stdout, kind=kind)
     count = 0
     num_unreadable = 0
@@ -130,11 +120,10 @@ def check_images(models: Sequence[str], paths: Sequence[str]) -> None:
         raise ValueError(f"{models[-1]} is a model; name images after it")
     if len(paths) == 1 and os.path.isdir(paths[0]):
         next(list_inputs(paths[0]), None)
-    first = paths[0]
-    problem = explain_file(first) or f"{first} does not exist{suggest(first)}"
     known = (path for path in paths if path == "-" or os.path.lexists(path))
     if all(map(explain_file, known)):
-        raise ValueError(problem)
+        first = paths[0]
+        raise ValueError(explain_file(first) or f"{first} does not exist{suggest(first)}")
 
 
 def list_names(names: Iterable[str]) -> Iterator[str]:

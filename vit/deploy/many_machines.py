@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,24 +33,13 @@ class _Worker(Predictor):
         return pa.table(columns)
 
 
-def predict_on_ray(
-    places: Sequence[str],
-    options: Mapping[str, Any],
-    *,
-    output: str,
-    resume: bool,
-) -> None:
+def predict_on_ray(places: Sequence[str], *, output: str, resume: bool, **options: Any) -> None:
     """Write a row with the columns of `vit.Predictor` for each image that has none yet.
 
     Args:
         places: Folders and addresses of images; tables (.csv) and Parquet with a column `path`.
+        output: Folder of Parquet files, or its address. With `resume` it may have rows.
         options: Arguments of `vit.Predictor`.
-        output: Folder of Parquet files, or its address.
-        resume: Go on with an earlier `output`.
-
-    Raises:
-        ValueError: A worker failed.
-        FileExistsError: `output` has rows.
     """
     # a mistake is told before the cluster starts
     _ = Predictor(**{**options, "device": "cpu"}).bundle
@@ -58,13 +47,13 @@ def predict_on_ray(
         written = _read_written(output)
         if written and not resume:
             raise FileExistsError(f"{output} has rows; go on with --resume, or name another")
-        resources: Mapping[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+        resources = ray.cluster_resources()  # type: ignore[no-untyped-call]
         num_gpus, num_cores = int(resources.get("GPU", 0)), int(resources["CPU"])
         workers = num_gpus or -(-num_cores // _CORES)
         for place in places:
             rows = _read(place, written).map_batches(
                 _Worker,
-                fn_constructor_kwargs=dict(options),
+                fn_constructor_kwargs=options,
                 batch_size=256,
                 compute=ray.data.ActorPoolStrategy(size=workers),
                 num_gpus=int(num_gpus > 0),

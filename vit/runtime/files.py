@@ -229,8 +229,13 @@ class Result(ABC):
             write_atomically(output / name, content)
 
 
-def compute_and_save(compute: Callable[[], Any], output: Path, *, overwrite: bool) -> Any:
-    """Compute a `Result` for a command, save it in `output`, and return it."""
+def compute_and_save(compute: Callable[[], Any], *, output: Path, overwrite: bool = False) -> Any:
+    """Compute a `Result` for a command, save it, and return it.
+
+    Args:
+        output: Directory for the results.
+        overwrite: Replace an earlier result.
+    """
     # A directory that can't be used is reported before minutes of work.
     check_output(output, overwrite=overwrite)
     result = compute()

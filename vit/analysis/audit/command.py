@@ -1,25 +1,21 @@
 """`vit audit`: likely label errors and near-duplicates of a data set."""
 
 from pathlib import Path
+from typing import Any
 
-from vit.runtime.command import Call, Command
+from vit.runtime.command import Command
 from vit.runtime.console import echo
-from vit.runtime.files import compute_and_save
 from vit.runtime.numbers import format_percent
 
 
-def audit(find: Call, *, output: Path, overwrite: bool = False) -> None:
+def audit(result: Any, output: Path) -> None:
     """Find wrong labels and near-duplicates.
 
     Writes audit.json and audit.html, a page to accept or reject each suspect. It saves
     corrections.csv for vit train IMAGES data.corrections=corrections.csv. No image is changed. It
     needs cleanlab: pip install '.[audit]' in the clone of vit.
-
-    Args:
-        output: Directory for the results.
-        overwrite: Replace an earlier result.
     """
-    found = compute_and_save(find, output, overwrite=overwrite).audit
+    found = result.audit
     between = sum(pair.classes[0] != pair.classes[1] for pair in found.near_duplicates)
     echo(
         f"{found.num_images:,} images of {found.data}; a linear classifier on these features"
@@ -39,9 +35,4 @@ def audit(find: Call, *, output: Path, overwrite: bool = False) -> None:
     echo(f"open {output / 'audit.html'} in a browser")
 
 
-COMMAND = Command(
-    run=audit,
-    function="audit",
-    flags={"data": "images"},
-    python_only=("dataset", "class_names"),
-)
+COMMAND = Command(run=audit, function="audit", is_saved=True, flags={"data": "images"})

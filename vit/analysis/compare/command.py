@@ -1,28 +1,20 @@
 """`vit compare`: the difference between two evaluations, with the images behind it."""
 
 from pathlib import Path
+from typing import Any
 
 from vit.runtime.arguments import shorten
-from vit.runtime.command import Call, Command
+from vit.runtime.command import Command
 from vit.runtime.console import build_console
-from vit.runtime.files import compute_and_save
 from vit.runtime.numbers import format_percent
 
 
-def compare(find: Call, *, output: Path | None = None, overwrite: bool = False) -> None:
+def compare(found: Any, output: Path) -> None:
     """Compare two evaluations of the same images.
 
-    By McNemar's exact test. Where an image may have several labels, all of
-    them have to be right.
-
-    Args:
-        output: Directory for comparison.json, with all images. None: it isn't written.
-        overwrite: Replace an earlier result.
+    By McNemar's exact test. Where an image may have several labels, all of them have to be right.
+    Writes comparison.json, with all images that only one has right.
     """
-    if output is None:
-        found = find()
-    else:
-        found = compute_and_save(find, output, overwrite=overwrite)
     accuracies = [format_percent(value, found.num_images) for value in found.accuracies]
     difference, low, high = (f"{100 * value:+.1f}" for value in (found.difference, *found.interval))
     verdict = "significant" if found.is_significant else "not significant"
@@ -35,8 +27,7 @@ def compare(find: Call, *, output: Path | None = None, overwrite: bool = False) 
     for name, images in ((found.a, found.only_a), (found.b, found.only_b)):
         shown = shorten(", ".join(images)) or "none"
         console.print(f"images that only {name} has right ({len(images)}): {shown}")
-    if output is not None:
-        console.print(f"written to {output}")
+    console.print(f"written to {output}")
 
 
-COMMAND = Command(run=compare, function="compare")
+COMMAND = Command(run=compare, function="compare", is_saved=True)

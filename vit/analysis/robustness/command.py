@@ -1,23 +1,18 @@
 """The command `vit robustness`."""
 
 from pathlib import Path
+from typing import Any
 
-from vit.runtime.command import Call, Command
+from vit.runtime.command import Command
 from vit.runtime.console import build_console, build_table
-from vit.runtime.files import compute_and_save
 from vit.runtime.numbers import format_percent
 
 
-def robustness(measure: Call, *, output: Path, overwrite: bool = False) -> None:
+def robustness(result: Any, output: Path) -> None:
     """Measure accuracy on damaged images.
 
     Writes robustness.json.
-
-    Args:
-        output: Directory for the result.
-        overwrite: Replace an earlier result.
     """
-    result = compute_and_save(measure, output, overwrite=overwrite)
     rows = [
         (name, *(format_percent(value, result.num_images) for value in values))
         for name, values in result.accuracies.items()
@@ -27,4 +22,4 @@ def robustness(measure: Call, *, output: Path, overwrite: bool = False) -> None:
     build_console().print(build_table(rows, ("damage", "light", "medium", "strong"), title=title))
 
 
-COMMAND = Command(run=robustness, function="measure_robustness")
+COMMAND = Command(run=robustness, function="measure_robustness", is_saved=True)
