@@ -21,7 +21,7 @@ EXTRAS = {
     "data/images.py": ["heic"],
     "data/inputs.py": ["datasets"],
     "data/sources/huggingface.py": ["datasets"],
-    "data/sources/remote.py": ["remote"],
+    "data/sources/shards.py": ["remote"],
     "deploy/many_machines.py": ["ray"],
     "deploy/export": ["export"],
     "deploy/serve": ["serve"],

@@ -13,7 +13,7 @@ from vit.data.sources.base import Root
 from vit.data.sources.listing import number_listing
 from vit.data.sources.python_objects import FROM_PYTHON, find_python_objects
 from vit.data.sources.registry import PLACES, find_source, is_named, require_kind
-from vit.data.sources.remote import is_remote
+from vit.data.sources.shards import is_remote
 from vit.data.sources.tables import find_table
 from vit.data.splits import DatasetSplits, SplitRule
 from vit.runtime.arguments import HIDDEN, hide_tokens

@@ -15,7 +15,7 @@ from vit.bundle import Bundle
 from vit.data.dataset import ImageDataset
 from vit.data.images import read_image
 from vit.data.open import open_for_model
-from vit.data.sources.remote import is_remote
+from vit.data.sources.shards import is_remote
 from vit.runtime.files import clean_name
 
 # of a model's test split

@@ -113,7 +113,7 @@ def train(
             and label (labels). An image is a PIL image, or an array or tensor
             [H, W, 3], [3, H, W] or [H, W], of uint8 or of values from 0 to 1;
             arrays may have more bits. A label is a whole number, a class name,
-            or, for several labels, a list of names or a row of 0 and 1.
+            or, for several labels, a list of names.
         class_names: Class names of `dataset`, in the order of the labels.
             None: its attribute `classes` or its features, the labels where
             they are names, or "class 0" and so on.

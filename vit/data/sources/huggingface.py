@@ -12,8 +12,7 @@ from vit.data.python_images import IMAGE_KEYS, LABEL_KEYS, find_key
 from vit.data.sources.base import SPLIT_OF
 from vit.data.sources.listing import Listing
 from vit.data.sources.python_objects import find_class_names, find_python_objects
-from vit.data.sources.remote import is_remote
-from vit.data.sources.shards import list_by_split
+from vit.data.sources.shards import is_remote, list_by_split
 from vit.runtime.arguments import first_line, shorten
 from vit.runtime.files import expand_home
 from vit.runtime.hub import offline_if_unreachable

@@ -1,14 +1,16 @@
 """WebDataset tar shards: `<key>.<image suffix>` and `<key>.cls` side by side in tar files.
 
 A shard is indexed once, and an image is then read by its offset: samples are reached at random, as
-with files. Shards in object storage are copied into the cache.
+with files. Shards in object storage are copied into the cache when they are first needed, and again
+when an S3 store or the Hub has another version.
 """
 
 import glob
 import os
 import re
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,9 +20,10 @@ from vit.data.dataset import Request
 from vit.data.images import is_image_name
 from vit.data.sources.base import SPLIT_OF, ImageReader, read_stats
 from vit.data.sources.listing import Listing
-from vit.data.sources.remote import fetch_files, is_remote
+from vit.runtime.arguments import first_line, hide_tokens, shorten
 from vit.runtime.drive import report_drive
 from vit.runtime.files import expand_home
+from vit.runtime.locks import lock_file
 
 # bytes of a label's file that are read
 _LABEL_BYTES = 2**16
@@ -59,10 +62,9 @@ def find_shards(request: Request) -> Listing:
     """List the images of shards. The text of an image's label is its class, or its labels with "|"
     between them where `data.task=multilabel`.
 
-    Args:
-        request: Its root is a folder of shards, or a pattern. A folder holds <split>/*.tar or
-            <split>-*.tar (train, val, test), or *.tar as one set. A pattern, also of addresses, is
-            one set, with globs or braces ("shards-{000..009}.tar", "s3://bucket/*.tar").
+    The root is a folder of shards, <split>/*.tar or <split>-*.tar (train, val, test), or *.tar as
+    one set; or a pattern, also of addresses, which is one set, with globs or braces
+    ("shards-{000..009}.tar", "s3://bucket/*.tar").
 
     Raises:
         ValueError: A shard is damaged, or a label is missing.
@@ -71,7 +73,7 @@ def find_shards(request: Request) -> Listing:
     root = os.path.expanduser(str(request.root)).rstrip("/")
     # split of each shard, its name, and its file
     if is_remote(root):
-        pairs = fetch_files(list(braceexpand(root)), request.cache_dir / "remote")
+        pairs = _fetch_files(list(braceexpand(root)), request.cache_dir / "remote")
         shards = [("train", *pair) for pair in pairs]
     else:
         by_split = list_by_split(root, ".tar") or {"train": _expand_pattern(root)}
@@ -81,9 +83,7 @@ def find_shards(request: Request) -> Listing:
     splits: list[str] = []
     places: list[tuple[int, int, int]] = []
     for number, (split, shard, file) in enumerate(shards):
-        images, texts = _index(file, name=shard)
-        for key, (offset, size) in images.items():
-            label = texts.get(key, "")
+        for key, offset, size, label in _index(file, name=shard):
             if request.labels.task == "multilabel":
                 labels.append(tuple(filter(None, map(str.strip, label.split("|")))))
             elif label:
@@ -103,6 +103,11 @@ def is_place(place: str) -> bool:
     return (
         is_remote(place) or ".tar" in place or bool(list_by_split(str(expand_home(place)), ".tar"))
     )
+
+
+def is_remote(path: object) -> bool:
+    """Return true for an address, of any scheme."""
+    return re.match(r"\w[\w+.-]*://", str(path)) is not None
 
 
 def list_by_split(folder: str, suffix: str) -> dict[str, list[str]]:
@@ -133,15 +138,42 @@ def _expand_pattern(pattern: str) -> list[str]:
     return shards
 
 
-def _index(file: str, *, name: str) -> tuple[dict[str, tuple[int, int]], dict[str, str]]:
-    """Read the samples of a tar file, in its order: key → place and size of its image, and key →
-    label.
+def _fetch_files(addresses: Sequence[str], cache_dir: Path) -> list[tuple[str, str]]:
+    """Copy files into the cache, and return the address and the path of each. An address may be a
+    pattern with an asterisk. Raises OSError if one can't be read."""
+    import fsspec
+
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        # two processes would write the same file
+        with lock_file(cache_dir / "lock"):
+            # a question mark in an address is no pattern
+            opened = fsspec.open_files(
+                [f"filecache::{each}" for each in addresses],
+                expand=any("*" in each for each in addresses),
+                filecache={"cache_storage": str(cache_dir), "check_files": True},
+            )
+            with opened as files:
+                pairs = zip(opened, files, strict=True)
+                return [(hide_tokens(each.path), file.name) for each, file in pairs]
+    except Exception as error:
+        # each client has its own types of errors; http's cause is more exact
+        reason = shorten(hide_tokens(first_line(error.__cause__ or error)))
+        # without the cause: its text has the whole address
+        raise OSError(
+            f"{shorten(hide_tokens(addresses[0]))} and others can't be read: {reason}; s3:// and"
+            " https:// need pip install '.[remote]' in the clone of vit"
+        ) from None
+
+
+def _index(file: str, *, name: str) -> Iterator[tuple[str, int, int, str]]:
+    """Yield the samples of a tar file, in its order: key, place and size of the image, and label.
 
     Raises:
         ValueError: It is not a complete tar file, or a key has two images or labels.
     """
-    images: dict[str, tuple[int, int]] = {}
-    labels: dict[str, str] = {}
+    images: dict[str, Any] = {}
+    labels: dict[str, Any] = {}
     try:
         total = os.path.getsize(file)
         with tarfile.open(file, mode="r:") as tar:
@@ -150,22 +182,22 @@ def _index(file: str, *, name: str) -> tuple[dict[str, tuple[int, int]], dict[st
                 if not 0 <= member.size <= total - member.offset_data:
                     raise ValueError("it is cut short")
                 # a key ends at the first dot of the file name
-                folder, slash, file_name = member.name.rpartition("/")
-                stem, _, suffix = file_name.partition(".")
-                key = folder + slash + stem
-                is_label = suffix == "cls"
-                if not is_label and ("." in suffix or not is_image_name(f"x.{suffix}")):
+                match = re.fullmatch(r"((?:.*/)?[^/.]*)[.]([^/.]*)", member.name, re.DOTALL)
+                known = images
+                if match and match[2] == "cls":
+                    known = labels
+                elif match is None or not is_image_name(f"x.{match[2]}"):
                     continue
-                if key in (labels if is_label else images):
-                    raise ValueError(f"two images or labels have the key {key}")
-                if is_label:
-                    # None for another kind of member
-                    content: Any = tar.extractfile(member)
-                    labels[key] = content.read(_LABEL_BYTES).decode().strip()
-                else:
-                    images[key] = (member.offset_data, member.size)
+                if match[1] in known:
+                    raise ValueError(f"two images or labels have the key {match[1]}")
+                known[match[1]] = member
+            for key, image in images.items():
+                label = ""
+                if key in labels:
+                    content: Any = tar.extractfile(labels[key])
+                    label = content.read(_LABEL_BYTES).decode().strip()
+                yield key, image.offset_data, image.size, label
         if not images:
             raise ValueError("it holds no images; a sample is <key>.jpg and <key>.cls")
     except (tarfile.TarError, ValueError, ArithmeticError, EOFError) as error:
         raise ValueError(f"{name} is not a complete tar file of samples: {error}") from error
-    return images, labels
