@@ -31,7 +31,7 @@ from sklearn.datasets import load_sample_images
 
 from vit.cli.main import app
 from vit.config import load_config
-from vit.data.sources.registry import find_kind
+from vit.data.open import find_kind
 from vit.training.recipe import find_recipe
 
 ROOT = Path(__file__).parents[1]

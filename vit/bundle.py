@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vit.data.open import RecordedImages
 from vit.data.preprocess import Preprocess
 from vit.data.splits import DatasetSplits
 from vit.model.averaged_model import AveragedModel
@@ -165,15 +164,12 @@ class Bundle:
         return next(self.model.parameters()).device
 
     @property
-    def recorded_images(self) -> RecordedImages:
-        """The record of its training images in its file."""
-        return RecordedImages(
-            self.config.get("data", {}),
-            digests=None if self.training_hashes is None else self.training_hashes[0],
-            task=self.data.get("task"),
-            held_out=self.data.get("held_out"),
-            num_trained_on=self.data.get("num_trained_on"),
-        )
+    def recorded_images(self) -> dict[str, Any]:
+        """The record of its training images in its file: the section `data` of its configuration, the
+        ids of each held-out split (held_out), and the number of the others (num_trained_on)."""
+        facts = ("task", "held_out", "num_trained_on")
+        known = {key: self.data[key] for key in facts if self.data.get(key) is not None}
+        return {**self.config.get("data", {}), **known}
 
     @property
     def is_multilabel(self) -> bool:

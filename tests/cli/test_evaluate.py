@@ -15,9 +15,9 @@ from PIL import Image
 from tests.conftest import Launcher, Outcome, SaveModel
 from vit.bundle import load_bundle
 from vit.data.cache import decode_dataset
+from vit.data.dataset import ImageRule
 from vit.data.open import open_dataset
 from vit.data.preprocess import Preprocess
-from vit.data.splits import SplitRule
 from vit.evaluation.intervals import compute_clustered_interval
 from vit.evaluation.metrics import score_logits
 from vit.evaluation.predictions import save_predictions
@@ -301,7 +301,7 @@ def test_a_cross_validated_run_is_measured_by_its_out_of_fold_predictions(
         "train": {"seed": 1},
     }  # fmt: skip
     everything = decode_dataset(
-        open_dataset("folder", root=root, rule=SplitRule(validation_fraction=0)).split("train"),
+        open_dataset("folder", root=root, rule=ImageRule(validation_fraction=0)).split("train"),
         size=(8, 8),
         progress=False,
     )

@@ -47,7 +47,7 @@ def test_folders_of_wordnet_ids_show_words(make_folder: MakeFolder) -> None:
     splits = open_dataset("folder", root=root)
     assert splits.split("train").class_names == words
     # a model keeps them, so that a part of the classes is named alike
-    assert splits.images.renamed_classes == dict(zip(wnids, words, strict=True))
+    assert splits.renamed_classes == dict(zip(wnids, words, strict=True))
     chosen = open_dataset("folder", root=root, classes=["n03126707", "chain saw"])
     assert chosen.split("train").class_names == ("chain saw", "crane")
 

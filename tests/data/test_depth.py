@@ -9,12 +9,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vit.data.dataset import ImageDataset
+from vit.data.dataset import ImageDataset, ImageRule
 from vit.data.images import DeepImage, read_image
-from vit.data.open import open_dataset
+from vit.data.open import open_dataset, open_passed
 from vit.data.preprocess import Preprocess
-from vit.data.sources.listing import number_listing
-from vit.data.sources.python_objects import find_python_objects
 from vit.data.statistics import choose_value_range, measure_value_range
 
 RAMP = np.arange(4096, dtype=np.uint16).reshape(64, 64)
@@ -166,8 +164,8 @@ def test_arrays_from_python_have_a_range() -> None:
         (np.stack([RAMP] * 4) / 10 - 204.75, (-204.75, 204.75)),
         (np.stack([np.stack([RAMP] * 3, axis=-1)] * 4).astype(np.int32) - 2000, (-2000, 2095)),
     ):
-        listing = find_python_objects(list(zip(values, [0, 1, 0, 1], strict=True)), None)
-        dataset = number_listing(listing).split("train")
+        items = list(zip(values, [0, 1, 0, 1], strict=True))
+        dataset = open_passed(items, rule=ImageRule()).split("all")
         assert measure_value_range(dataset) == value_range
         np.testing.assert_array_equal(scale(dataset), EIGHT_BITS)
 

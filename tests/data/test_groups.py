@@ -10,10 +10,10 @@ from PIL import Image
 
 from vit.config import load_config
 from vit.data import groups as groups_module
+from vit.data.dataset import ImageRule
 from vit.data.duplicates import find_pairs
 from vit.data.groups import choose_whole_groups, find_groups, hash_quickly, join_duplicates
-from vit.data.open import RecordedImages, open_dataset, open_for_model
-from vit.data.splits import SplitRule
+from vit.data.open import open_dataset, open_for_model
 
 BURST = 5
 
@@ -45,7 +45,7 @@ def test_near_duplicates_are_on_one_side_and_the_plan_says_so(tmp_path: Path, su
     assert bursts[0] & bursts[1]
     assert bursts[0] & bursts[2]
 
-    grouped = open_dataset("folder", root=tmp_path, rule=SplitRule(group_duplicates=True))
+    grouped = open_dataset("folder", root=tmp_path, rule=ImageRule(group_duplicates=True))
     splits = [grouped.split(name) for name in names]
     bursts = [read_bursts(list(split.ids)) for split in splits]
     assert sum(map(len, bursts)) == len(set().union(*bursts)) == 20
@@ -57,7 +57,7 @@ def test_near_duplicates_are_on_one_side_and_the_plan_says_so(tmp_path: Path, su
     trained_on = load_config(
         {"data": {"name": "folder", "root": str(tmp_path), "group_duplicates": True}}
     ).data.model_dump()
-    again = open_for_model(None, recorded=RecordedImages(trained_on)).split("test")
+    again = open_for_model(None, recorded=trained_on).split("test")
     assert list(again.ids) == list(splits[2].ids)
 
 
@@ -69,7 +69,7 @@ def test_images_without_copies_are_split_as_if_nobody_had_looked(tmp_path: Path)
         coarse = Image.fromarray(rng.integers(0, 256, (8, 8, 3), dtype=np.uint8))
         coarse.resize((64, 64)).save(folder / f"{number}.png")
     splits = [
-        open_dataset("folder", root=tmp_path, rule=SplitRule(group_duplicates=looks))
+        open_dataset("folder", root=tmp_path, rule=ImageRule(group_duplicates=looks))
         for looks in (True, False)
     ]
     assert splits[0].split("test").ids == splits[1].split("test").ids
@@ -103,7 +103,7 @@ def save_textures(root: Path, *, num_good: int, num_defect: int) -> None:
 def test_photos_of_one_texture_are_no_copies(tmp_path: Path) -> None:
     save_textures(tmp_path, num_good=200, num_defect=20)
     save_bursts(tmp_path, num_bursts=8)
-    splits = open_dataset("folder", root=tmp_path, rule=SplitRule(group_duplicates=True))
+    splits = open_dataset("folder", root=tmp_path, rule=ImageRule(group_duplicates=True))
     shares = {
         name: splits.split(name).class_counts[splits.split(name).class_names.index("good")] / 200
         for name in ("train", "validation", "test")
@@ -162,7 +162,7 @@ def test_many_images_are_compared_by_their_bytes_and_the_plan_says_so(
     copied = sorted((tmp_path / "cat").iterdir())[0]
     shutil.copy(copied, tmp_path / "cat" / "copy.png")
     monkeypatch.setattr(groups_module, "MAX_COMPARED", 10)
-    splits = open_dataset("folder", root=tmp_path, rule=SplitRule(group_duplicates=True))
+    splits = open_dataset("folder", root=tmp_path, rule=ImageRule(group_duplicates=True))
     train = splits.split("train")
     assert len(set(splits.split("train").groups or ())) <= len(train)
     text = " ".join(splits.describe_splits())
@@ -231,7 +231,7 @@ def test_groups_come_from_folders_an_expression_or_a_table(tmp_path: Path) -> No
 
 def test_a_wrong_expression_is_refused_before_images_are_listed() -> None:
     with pytest.raises(ValueError, match=r"data\.group_by .* is not a regular expression"):
-        SplitRule(group_by="(" + "a" * 10_000)
+        ImageRule(group_by="(" + "a" * 10_000)
 
 
 def test_a_thumbnail_has_the_hashes_of_its_own_kind(tmp_path: Path) -> None:

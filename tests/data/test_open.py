@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vit.data.open import RecordedImages, open_dataset, open_for_model
-from vit.data.splits import SplitRule
+from vit.data.dataset import ImageRule
+from vit.data.open import open_dataset, open_for_model
 from vit.runtime.files import default_cache_dir
 
 MakeFolder = Callable[..., Path]
@@ -50,7 +50,7 @@ def test_digits_pixels_are_scaled_to_255_and_belong_to_their_ids() -> None:
 
 def test_splits_repeat_for_a_seed_and_differ_between_seeds() -> None:
     first, again, other = (
-        open_dataset("digits", rule=SplitRule(split_seed=seed)).split("test") for seed in (0, 0, 1)
+        open_dataset("digits", rule=ImageRule(split_seed=seed)).split("test") for seed in (0, 0, 1)
     )
     assert first.ids == again.ids
     assert len(set(first.ids) & set(other.ids)) < 0.4 * len(first)
@@ -58,7 +58,7 @@ def test_splits_repeat_for_a_seed_and_differ_between_seeds() -> None:
 
 def test_validation_fraction_is_kept_and_zero_leaves_none() -> None:
     third, none = (
-        open_dataset("digits", rule=SplitRule(validation_fraction=part)) for part in (0.3, 0)
+        open_dataset("digits", rule=ImageRule(validation_fraction=part)) for part in (0.3, 0)
     )
     assert len(third.split("validation")) == pytest.approx(431, abs=6)
     assert len(none.split("train")) == pytest.approx(1438, abs=6)
@@ -194,21 +194,21 @@ def test_without_data_it_is_the_test_split_of_the_training_data(make_folder: Mak
     root = make_folder(*grid(".", count=20))
     config = {"name": "folder", "root": str(root), "validation_fraction": 0.2, "split_seed": 3}
     splits = open_dataset(
-        "folder", root=root, rule=SplitRule(validation_fraction=0.2, split_seed=3)
+        "folder", root=root, rule=ImageRule(validation_fraction=0.2, split_seed=3)
     )
     expected = splits.split("test")
-    source = open_for_model(None, recorded=RecordedImages(config)).split()
+    source = open_for_model(None, recorded=config).split()
     assert (source.split, list(source.ids)) == ("test", list(expected.ids))
     # the same folder, named: not all of it, which would be the training images
-    named = open_for_model(str(root), recorded=RecordedImages(config)).split()
+    named = open_for_model(str(root), recorded=config).split()
     assert list(named.ids) == list(expected.ids)
 
 
 def test_another_folder_is_used_whole_unless_it_has_a_test_split(make_folder: MakeFolder) -> None:
     plain = make_folder(*grid(".", count=3), root="plain")
-    assert len(open_for_model(str(plain), recorded=RecordedImages()).split()) == 6
+    assert len(open_for_model(str(plain), recorded={}).split()) == 6
     root = make_folder(*grid("train", "test", count=2), root="split")
-    source = open_for_model(root, recorded=RecordedImages()).split()
+    source = open_for_model(root, recorded={}).split()
     assert (source.split, len(source)) == ("test", 4)
 
 
@@ -231,7 +231,7 @@ def test_a_model_file_reaches_no_network(
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
     with pytest.raises((ValueError, OSError), match=text):
-        open_for_model(None, recorded=RecordedImages(config)).split("test")
+        open_for_model(None, recorded=config).split("test")
 
 
 def test_files_that_a_model_file_names_beside_its_images_are_not_read(
@@ -244,10 +244,10 @@ def test_files_that_a_model_file_names_beside_its_images_are_not_read(
     config = {"name": "folder", "root": str(root)}
     named = {"class_names": str(secret), "corrections": str(secret)}
     secret.chmod(0)
-    recorded = RecordedImages({**config, **named})
+    recorded = {**config, **named}
     assert open_for_model(None, recorded=recorded).split("train").class_names == train.class_names
     # it writes nothing into a folder that a model file names
-    recorded = RecordedImages({**config, "cache_dir": str(tmp_path / "theirs")})
+    recorded = {**config, "cache_dir": str(tmp_path / "theirs")}
     assert open_for_model(None, recorded=recorded).cache_dir == default_cache_dir()
 
     # rows of a table that lead elsewhere
@@ -262,9 +262,9 @@ def test_files_that_a_model_file_names_beside_its_images_are_not_read(
 
 def test_what_is_no_data_is_said(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"--data cifar11 is not a data set \(.*cifar10, "):
-        open_for_model("cifar11", recorded=RecordedImages())
+        open_for_model("cifar11", recorded={})
     with pytest.raises(ValueError, match="doesn't say what it was trained on"):
-        open_for_model(None, recorded=RecordedImages())
+        open_for_model(None, recorded={})
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="holds no images in folders of classes; move them"):
-        open_for_model(str(tmp_path / "empty"), recorded=RecordedImages())
+        open_for_model(str(tmp_path / "empty"), recorded={})

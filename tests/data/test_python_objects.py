@@ -8,8 +8,9 @@ import pytest
 import torch
 from PIL import Image
 
+from vit.data.dataset import ImageRule
+from vit.data.open import open_passed
 from vit.data.python_images import convert_pixels
-from vit.data.sources.listing import number_listing
 from vit.data.sources.python_objects import find_python_objects
 
 COUNT = 12
@@ -50,7 +51,7 @@ FORMS: dict[str, Any] = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_each_form_keeps_images_and_labels_together(form: str) -> None:
-    images = number_listing(find_python_objects(FORMS[form], None)).split("train")
+    images = open_passed(FORMS[form], rule=ImageRule()).split("all")
     assert [images.class_names[label] for label in images.labels] == NAMES
     assert [images.image(index).getpixel((0, 0))[0] for index in range(COUNT)] == LEVELS.tolist()
     chosen = images.subset([5, 2])
@@ -59,7 +60,7 @@ def test_each_form_keeps_images_and_labels_together(form: str) -> None:
 
 def test_parts_are_splits_with_the_same_classes() -> None:
     first, second = (PIXELS[:9], NAMES[:9]), (PIXELS[9:], NAMES[9:])
-    source = number_listing(find_python_objects({"train": first, "val": second}, None))
+    source = open_passed({"train": first, "val": second}, rule=ImageRule())
     assert source.own_splits == ["train", "validation"]
     assert source.split("validation").class_names == source.split("train").class_names
     assert source.split("validation").ids[0] == "validation/000000"
@@ -72,7 +73,7 @@ def test_parts_are_splits_with_the_same_classes() -> None:
 def test_several_labels_an_image() -> None:
     names = ("red", "green", "blue")
     labels = [["red", "blue"], ["green"], [], ["blue"]] * 3
-    images = number_listing(find_python_objects((PIXELS, labels), names)).split("train")
+    images = open_passed((PIXELS, labels), names, rule=ImageRule()).split("all")
     marks = [[True, False, True], [False, True, False], [False] * 3, [False, False, True]] * 3
     assert images.labels.tolist() == marks
 

@@ -9,8 +9,9 @@ from PIL import Image
 
 import vit
 from tests.conftest import TINY_RUN
-from vit.data.open import RecordedImages, open_dataset, open_for_model
-from vit.data.splits import DatasetSplits, SplitRule
+from vit.data.dataset import ImageRule
+from vit.data.open import open_dataset, open_for_model
+from vit.data.splits import DatasetSplits
 
 
 def save(root: Path, count: int = 20) -> Path:
@@ -25,13 +26,13 @@ def save(root: Path, count: int = 20) -> Path:
 
 def open_recorded(root: Path, held_out: dict[str, list[str]], **config: object) -> DatasetSplits:
     trained_on = {"name": "folder", "root": str(root), **config}
-    recorded = RecordedImages(trained_on, held_out=held_out, num_trained_on=14)
+    recorded = {**trained_on, "held_out": held_out, "num_trained_on": 14}
     return open_for_model(root, recorded=recorded)
 
 
 def test_written_ids_are_the_splits_whatever_the_rule_would_draw(tmp_path: Path) -> None:
     save(tmp_path)
-    drawn = open_dataset("folder", root=tmp_path, rule=SplitRule(split_seed=3))
+    drawn = open_dataset("folder", root=tmp_path, rule=ImageRule(split_seed=3))
     held_out = drawn.list_held_out()
     assert set(held_out) == {"test", "validation"}
     again = open_recorded(tmp_path, held_out, split_seed=4, test_fraction=0.5)
@@ -62,8 +63,8 @@ def test_a_run_and_its_model_hold_the_ids(tmp_path: Path) -> None:
     overrides = [*tiny, "data.name=folder", f"data.root={photos}", "train.max_steps=1"]
     run = vit.train("digits", output=tmp_path / "run", overrides=[*overrides, "train.batch_size=8"])
     drawn = open_dataset("folder", root=photos).list_held_out()
-    assert run.bundle.recorded_images.held_out == drawn
-    assert run.bundle.recorded_images.num_trained_on == 40 - sum(map(len, drawn.values()))
+    assert run.bundle.recorded_images["held_out"] == drawn
+    assert run.bundle.recorded_images["num_trained_on"] == 40 - sum(map(len, drawn.values()))
     (table,) = (tmp_path / "run").rglob("splits.csv")
     with table.open() as file:
         rows = [(row["split"], row["path"]) for row in csv.DictReader(file)]

@@ -91,9 +91,10 @@ def test_a_column_of_the_table_is_read(
 
 def test_a_column_that_is_no_table_is_refused() -> None:
     ids = tuple(map(str, range(101)))
-    dataset: Any = SimpleNamespace(ids=ids, read_column=None)
+    dataset: Any = SimpleNamespace(ids=ids, rows=None)
     with pytest.raises(ValueError, match="--by site needs a table with that column"):
         read_values(dataset, "site")
+    dataset.rows = {}
     dataset.read_column = lambda name: {each: f"{name}{each}" for each in ids}
     with pytest.raises(ValueError, match="--by id: it has 101 values, and a table shows at most"):
         read_values(dataset, "id")

@@ -9,10 +9,10 @@ from PIL import Image
 from threadpoolctl import threadpool_limits
 
 from vit.analysis.audit.suspects import Audit, audit_images
-from vit.data.dataset import ImageDataset
+from vit.data.dataset import ImageDataset, ImageRule
 from vit.data.open import open_dataset
 from vit.data.sources.base import ArrayReader
-from vit.data.splits import DatasetSplits, SplitRule
+from vit.data.splits import DatasetSplits
 from vit.evaluation.intervals import compute_clustered_interval
 from vit.prediction.features import Features
 from vit.training.folds import assign_folds
@@ -208,7 +208,7 @@ def sites(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def open_sites(root: Path, seed: int) -> DatasetSplits:
-    rule = SplitRule(split_seed=seed, group_by=r"(SITE\d+)", validation_fraction=0.2)
+    rule = ImageRule(split_seed=seed, group_by=r"(SITE\d+)", validation_fraction=0.2)
     return open_dataset("folder", root=root, rule=rule)
 
 

@@ -11,9 +11,8 @@ import pytest
 from PIL import Image
 
 from vit.data.class_names import sort_class_names
-from vit.data.dataset import ImageDataset, LabelRule
-from vit.data.open import open_dataset
-from vit.data.sources.registry import find_kind
+from vit.data.dataset import ImageDataset, ImageRule
+from vit.data.open import find_kind, open_dataset
 from vit.data.splits import DatasetSplits
 
 ANIMALS = ("Dachs", "Füchse", "Luchs")
@@ -45,7 +44,7 @@ def grid(*folders: str, count: int = 4) -> list[str]:
 def open_place(place: Path, **labels: str) -> DatasetSplits:
     kind = find_kind(place)
     assert kind is not None, place
-    return open_dataset(kind, root=place, labels=LabelRule(**labels))
+    return open_dataset(kind, root=place, rule=ImageRule(**labels))
 
 
 def read(place: Path, split: str = "all", **labels: str) -> dict[str, str]:
@@ -57,7 +56,7 @@ def read(place: Path, split: str = "all", **labels: str) -> dict[str, str]:
 
 def list_notes(place: Path, **labels: str) -> str:
     splits = open_place(place, **labels)
-    return "\n".join([*splits.images.listing.read, *splits.split("all").notes])
+    return "\n".join([*splits.read, *splits.split("all").notes])
 
 
 @pytest.fixture(scope="module")
@@ -172,9 +171,8 @@ def test_a_table_in_the_folder_names_the_classes(tmp_path: Path, program: str) -
     splits = open_place(tmp_path)
     assert read(tmp_path) == {f"a/{n}.png": str(n % 2) for n in range(4)}
     assert "images in 'file_name', classes in 'label'; columns not read: site" in " ".join(
-        splits.images.listing.read
+        splits.read
     )
-    assert splits.split("all").read_column is not None
     assert splits.split("all").read_column("site") == {f"a/{n}.png": "x" for n in range(4)}
 
 
@@ -233,8 +231,8 @@ def test_several_labels_are_read_where_the_user_says_so(
 ) -> None:
     save_all(tmp_path, "0.png", "1.png", "2.png")
     table = write(tmp_path / "t.csv", text)
-    rule = LabelRule(task="multilabel", label_column="a,b" if ",a,b" in text else None)
-    dataset = open_dataset("folder", root=table, labels=rule).split("all")
+    rule = ImageRule(task="multilabel", label_column="a,b" if ",a,b" in text else None)
+    dataset = open_dataset("folder", root=table, rule=rule).split("all")
     assert name_labels(dataset) == labels
     if "a|b" in text:
         # without a word they are names of classes
@@ -253,14 +251,14 @@ def test_lists_of_json_are_several_labels(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "sentence"),
     [
-        (["train/a/0.png", "train/b/0.png", "c/0.png"], "names of splits, beside c/"),
+        (["train/a/0.png", "train/b/0.png", "c/0.png"], "names of splits, beside c;"),
         (
             ["train/a/0.png", "train/b/0.png", "val/0.png"],
             "val holds images in no folder of a class; move",
         ),
         (["a/0.png"], "names fewer than two classes: 'a'"),
         (["0.png", "1.png"], "find the class in their names with --label-by"),
-        (["a/0.png", "b/0.txt"], "b holds no images, only .txt 1; remove it"),
+        (["a/0.png", "b/0.txt"], "b holds no images; 1 files are not used (.txt); remove it"),
         (
             ["train/a/0.png", "train/b/0.png", "test/c/0.png"],
             "class 'c' has 1 images in the test split and none",
@@ -283,7 +281,7 @@ def test_what_is_not_read_of_a_folder_is_said(tmp_path: Path) -> None:
     write(tmp_path / "train/a/notes.txt", "x")
     notes = list_notes(tmp_path)
     assert "they are not used, and test images are taken from the others" in notes
-    assert "not used: .png 2, .txt 1" in notes
+    assert "3 files are not used (.png, .txt)" in notes
     assert len(read(tmp_path)) == 8
 
 
@@ -309,7 +307,7 @@ def test_label_by_says_what_it_leaves_out(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="finds test and train, which are splits"):
         read(tmp_path / "flat", label_by="^([a-z]+)")
     with pytest.raises(ValueError, match="for folders and tables, not for data"):
-        open_dataset("digits", labels=LabelRule(label_by="(x)"))
+        open_dataset("digits", rule=ImageRule(label_by="(x)"))
 
 
 def test_folders_of_systems_are_left_out(tmp_path: Path) -> None:
@@ -320,7 +318,7 @@ def test_folders_of_systems_are_left_out(tmp_path: Path) -> None:
     save(tmp_path / "cat/.hidden.png")
     write(tmp_path / "dog/notes.txt", "woof")
     assert read(tmp_path) == dict.fromkeys(grid("cat"), "cat") | dict.fromkeys(grid("dog"), "dog")
-    assert "not used: .txt 1, hidden 1" in list_notes(tmp_path)
+    assert "2 files are not used (.png, .txt)" in list_notes(tmp_path)
 
 
 def test_a_split_of_fewer_classes_is_matched_by_name(tmp_path: Path) -> None:

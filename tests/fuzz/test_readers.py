@@ -22,7 +22,7 @@ from vit.bundle import load_bundle
 from vit.config import load_config
 from vit.data.cache import decode_dataset
 from vit.data.corrections import read_corrections
-from vit.data.dataset import LabelRule
+from vit.data.dataset import ImageRule
 from vit.data.images import read_image
 from vit.data.open import open_dataset
 
@@ -132,7 +132,7 @@ def write_folders(root: Path, truth: dict[str, str], rng: random.Random) -> Plac
 def write_names(root: Path, truth: dict[str, str], rng: random.Random) -> Place:
     for number, label in truth.items():
         (root / f"{number}_{label}.png").write_bytes(encode(number))
-    return root, "folder", {"labels": LabelRule(label_by=r"[0-9]+_(.+)[.]png")}
+    return root, "folder", {"rule": ImageRule(label_by=r"[0-9]+_(.+)[.]png")}
 
 
 def write_shards(root: Path, truth: dict[str, str], rng: random.Random) -> Place:

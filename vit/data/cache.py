@@ -11,11 +11,9 @@ import os
 import secrets
 import shutil
 import time
-from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ import numpy as np
 from vit.data.dataset import ImageDataset, check_unreadable
 from vit.data.duplicates import compute_dhash, hash_pixels
 from vit.data.preprocess import Preprocess
-from vit.data.sources.base import ImageReader
+from vit.data.sources.base import read_digests
 from vit.runtime.files import (
     default_cache_dir,
     open_cached,
@@ -46,29 +44,6 @@ _MAX_AGE = 14 * 24 * 3600
 
 # index of an image → why it can't be read
 _Failures = dict[int, str]
-
-
-def read_digests(reader: ImageReader, cache_dir: Path) -> np.ndarray:
-    """Read the hash of each image's bytes, uint64 [n]. The cache keeps them by the size, the times
-    and the inode of each file, so that unchanged files aren't read again."""
-    stats = reader.stats()
-    if stats is None:
-        return np.array([reader.digest(index) for index in range(len(reader))], np.uint64)
-    name = hashlib.sha256(os.fsencode(reader.place)).hexdigest()
-    path = cache_dir / "digests" / f"{name[:16]}.npz"
-    stored = open_cached(path, partial(read_arrays, path)) or {"stats": stats[:0], "digests": []}
-    known = dict(zip(map(bytes, stored["stats"]), stored["digests"], strict=True))
-    missing = [index for index, stat in enumerate(stats) if bytes(stat) not in known]
-    with ThreadPoolExecutor() as pool:
-        found = pool.map(reader.digest, missing)
-        known |= {bytes(stats[index]): each for index, each in zip(missing, found, strict=True)}
-    if missing:
-        # a cache that can't be written costs time alone
-        with suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            facts = np.frombuffer(b"".join(known), np.int64).reshape(len(known), -1)
-            write_arrays(path, {"stats": facts, "digests": np.array([*known.values()], np.uint64)})
-    return np.array([known[bytes(stat)] for stat in stats], np.uint64)
 
 
 def decode_dataset(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +17,9 @@ from vit.data.class_names import ClassChoice
 from vit.data.images import UNREADABLE
 from vit.data.label_sets import count_labels, number_label_sets
 from vit.data.sources.base import ImageReader, Root
+from vit.runtime.arguments import shorten
 from vit.runtime.files import expand_home
+from vit.runtime.patterns import search_group
 
 # unreadable images that an error names
 _MAX_NAMED = 10
@@ -47,8 +49,8 @@ class ImageDataset:
     hashes: np.ndarray | None = None
     # (id, reason) of the images that were left out
     unreadable: Sequence[tuple[str, str]] = ()
-    # reads a column of the table that lists the images: id → value; ValueError: there is none
-    read_column: Callable[[str], Mapping[str, Any]] | None = None
+    # id of an image → its row of the table that lists the images
+    rows: Mapping[str, Mapping[str, Any]] | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -77,6 +79,17 @@ class ImageDataset:
     def image(self, index: int) -> Image.Image:
         """Decode the image at `index` to RGB in full size. Raises ValueError or OSError."""
         return self.reader.image(index)
+
+    def read_column(self, column: str) -> dict[str, Any]:
+        """Read a column of the table that lists the images: id → value, unless it is empty. Raises
+        ValueError without such a column."""
+        rows = self.rows or {}
+        known = dict.fromkeys(name for row in rows.values() for name in row)
+        if column not in known:
+            text = shorten(", ".join(map(repr, known)), 600)
+            raise ValueError(f"the table has no column {shorten(column)!r}; they are {text}")
+        pairs = ((name, row.get(column)) for name, row in rows.items())
+        return {name: value for name, value in pairs if value not in (None, "")}
 
     def read_sample(self, indices: Iterable[int]) -> Iterator[Image.Image]:
         """Read the images at `indices` that can be read. Raises ValueError if none can."""
@@ -115,8 +128,11 @@ class ImageDataset:
         else:
             # sizes instead of times, which differ on another machine
             names = ["listed", *names, *self.ids]
-            sizes = self.reader.sizes()
-            contents = self.reader.cache_key() if sizes is None else sizes.astype("<i8").tobytes()
+            stats = self.reader.stats()
+            if stats is None:
+                contents = self.reader.cache_key()
+            else:
+                contents = stats[:, 0].astype("<i8").tobytes()
             facts = self.labels.astype("<i8").tobytes() + contents
         text = json.dumps(names) + "several labels" * self.is_multilabel
         return hashlib.sha256(text.encode() + facts).hexdigest()
@@ -165,8 +181,13 @@ def check_unreadable(unreadable: Sequence[tuple[str, str]], count: int, fraction
         )
 
 
-class LabelRule(NamedTuple):
-    """How the class of an image is found, where the user says so.
+# fields of `ImageRule` that are for folders and tables alone
+LABEL_FIELDS = ("label_by", "path_column", "label_column", "split_column", "group_column")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageRule:
+    """How the class, the group and the split of an image are found, where the user says so.
 
     Attributes:
         label_by: Regular expression with one group, which is searched in the path of an image: the
@@ -174,18 +195,43 @@ class LabelRule(NamedTuple):
         path_column: Column of a table that names the image files.
         label_column: Column of a table that names the classes; or the columns of the classes, with
             commas between them, in which 1 marks the class.
-        task: "classes" for one class an image, "multilabel" for any number of labels; None: several
-            where the labels are lists.
         split_column: Column of a table that names the splits; None: "split", if there is one.
         group_column: Column of a table that names the groups; None: "group", if there is one.
+        task: "classes" for one class an image, "multilabel" for any number of labels; None: several
+            where the labels are lists.
+        group_by: Property that images of one group share, see `vit.data.groups.find_groups`; None
+            keeps the groups that a table has.
+        group_duplicates: Keep copies of an image, and images nearly the same, on one side.
+        validation_fraction: Fraction of the training images that is held out for validation, if the
+            data has no such split.
+        test_fraction: Fraction of all images for the test, likewise.
+        split_seed: Seed of the choice of images.
+
+    Raises:
+        ValueError: `group_by` is a wrong regular expression.
     """
 
     label_by: str | None = None
     path_column: str | None = None
     label_column: str | None = None
-    task: str | None = None
     split_column: str | None = None
     group_column: str | None = None
+    task: str | None = None
+    group_by: int | str | None = None
+    group_duplicates: bool = False
+    validation_fraction: float = 0.1
+    test_fraction: float = 0.2
+    split_seed: int = 0
+
+    def __post_init__(self) -> None:
+        # before images are listed
+        if isinstance(self.group_by, str) and not self.group_by.isdecimal():
+            search_group(self.group_by, [], name="data.group_by")
+
+    @property
+    def finds_labels(self) -> bool:
+        """True if it is for a folder or a table."""
+        return any(getattr(self, name) is not None for name in LABEL_FIELDS)
 
 
 class Request(NamedTuple):
@@ -196,14 +242,14 @@ class Request(NamedTuple):
         classes: Classes that will be kept, by name; None keeps all.
         cache_dir: Folder for downloads and for what is read once.
         download: A published set that isn't on this machine may be downloaded.
-        labels: How the class of an image is found.
+        rule: How the class of an image is found.
     """
 
     root: Root
     classes: ClassChoice
     cache_dir: Path
     download: bool = True
-    labels: LabelRule = LabelRule()
+    rule: ImageRule = ImageRule()
 
     @property
     def place(self) -> Path:

@@ -10,11 +10,10 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
-from vit.data.cache import read_digests
 from vit.data.dataset import ImageDataset
 from vit.data.duplicates import compute_dhash, find_pairs, hash_pixels
 from vit.data.images import DeepImage
-from vit.data.sources.base import hash_bytes
+from vit.data.sources.base import hash_bytes, read_digests
 from vit.runtime.arguments import shorten
 from vit.runtime.files import open_cached, read_arrays, write_arrays
 from vit.runtime.patterns import search_group

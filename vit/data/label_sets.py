@@ -1,8 +1,10 @@
 """Several labels an image: their sets, and how splits are stratified over them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
+
+from vit.runtime.arguments import shorten
 
 # images below which a set of labels is put together with others that have its rarest label
 _FEW = 10
@@ -21,18 +23,18 @@ def count_labels(labels: np.ndarray, num_classes: int) -> np.ndarray:
     return np.bincount(labels, minlength=num_classes)
 
 
-def mark_labels(label_sets: Iterable[Iterable[str]], class_names: Sequence[str]) -> np.ndarray:
-    """Return which labels each image has, bool [n, C].
-
-    Args:
-        label_sets: Names of the labels of each image.
-        class_names: All labels, in the order of the columns.
-    """
+def mark_labels(label_sets: Sequence[Sequence[str]], class_names: Sequence[str]) -> np.ndarray:
+    """Return which labels each image has, bool [n, C], from their names. Raises ValueError if one is
+    there twice: the list may be a row of 0 and 1."""
     places = {name: place for place, name in enumerate(class_names)}
-    rows = [[places[label] for label in labels] for labels in label_sets]
-    marks = np.zeros((len(rows), len(class_names)), dtype=bool)
-    for mark, row in zip(marks, rows, strict=True):
-        mark[row] = True
+    marks = np.zeros((len(label_sets), len(class_names)), dtype=bool)
+    for mark, labels in zip(marks, label_sets, strict=True):
+        mark[[places[label] for label in labels]] = True
+        if mark.sum() < len(labels):
+            raise ValueError(
+                f"{shorten(', '.join(labels), 60)} has a label twice; list the names of the labels,"
+                " not 0 and 1"
+            )
     return marks
 
 

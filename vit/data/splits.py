@@ -10,80 +10,70 @@ import hashlib
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 
+from vit.data.class_names import (
+    ClassChoice,
+    check_classes,
+    choose_classes,
+    find_wordnet_names,
+    name_classes,
+    sort_class_names,
+)
 from vit.data.corrections import correct_labels
-from vit.data.dataset import ImageDataset, printable
+from vit.data.dataset import ImageDataset, ImageRule, printable
 from vit.data.groups import choose_whole_groups, find_groups, group_copies
-from vit.data.sources.listing import Images
+from vit.data.label_sets import mark_labels
+from vit.data.sources.base import Listing
 from vit.runtime.arguments import check_choice, shorten
 from vit.runtime.files import write_atomically
-from vit.runtime.patterns import search_group
 
 SPLITS = ("train", "validation", "test", "all")
 
 
-@dataclass(frozen=True, kw_only=True)
-class SplitRule:
-    """How splits that a data set doesn't have are drawn from its training images.
-
-    Args:
-        validation_fraction: Fraction of the training images for validation.
-        test_fraction: Fraction of all images for the test.
-        split_seed: Seed of the choice of images.
-        group_by: Property that images of one group share, see `vit.data.groups.find_groups`; None
-            keeps the groups that a table has.
-        group_duplicates: Keep copies of an image, and images nearly the same, on one side.
-
-    Raises:
-        ValueError: `group_by` is a wrong regular expression.
-    """
-
-    validation_fraction: float = 0.1
-    test_fraction: float = 0.2
-    split_seed: int = 0
-    group_by: int | str | None = None
-    group_duplicates: bool = False
-
-    def __post_init__(self) -> None:
-        # before images are listed
-        if isinstance(self.group_by, str) and not self.group_by.isdecimal():
-            search_group(self.group_by, [], name="data.group_by")
-
-
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class DatasetSplits:
     """The splits of a data set. Those that it doesn't have are drawn when one is asked for, once.
 
     Attributes:
-        name: The data.name.
-        images: All images, in the splits that the set has of its own.
-        rule: How the others are drawn.
-        cache_dir: Folder of decoded images.
-        default_split: Name of the split that `split()` returns.
         title: Name for readers: that of a named set, or of the folder of own images.
+        images: All images, those of one split after the other.
+        marks: Split of each image, as text [n].
+        rule: How splits that the set doesn't have are drawn from its training images.
+        cache_dir: Folder of decoded images.
+        read: How the list was read, and what wasn't, for the plan.
+        renamed_classes: Class → its name in words, if it has another one.
+        default_split: Name of the split that `split()` returns.
         corrections: Id of an image → its right class or labels, see `read_corrections`. Splits stay
             as they were drawn.
         written: Split → ids of its images, as they were held out in a training; None: they are
-            drawn. See `RecordedImages`.
+            drawn.
         num_trained_on: Number of images that this training listed as its training images; None:
             not known.
     """
 
-    name: str
-    images: Images
-    rule: SplitRule
+    title: str
+    images: ImageDataset
+    marks: np.ndarray
+    rule: ImageRule
     cache_dir: Path
+    read: Sequence[str] = ()
+    renamed_classes: Mapping[str, str] = field(default_factory=dict)
     default_split: str = "test"
-    title: str = ""
     corrections: Mapping[str, str] = field(default_factory=dict)
     written: Mapping[str, Sequence[str]] | None = None
     num_trained_on: int | None = None
-    _listed: dict[str, ImageDataset] = field(default_factory=dict, init=False)
     # a sentence about each reason to keep images together
     _kept_together: list[str] = field(default_factory=list, init=False)
+
+    @cached_property
+    def own_splits(self) -> list[str]:
+        """The splits that the data set has of its own."""
+        return list(dict.fromkeys(self.marks.tolist()))
 
     def split(self, name: str | None = None) -> ImageDataset:
         """Return the images of a split.
@@ -95,23 +85,21 @@ class DatasetSplits:
             ValueError: The split is unknown, isn't there or would be empty.
         """
         name = name or self.default_split
-        own = self.images.own_splits
         check_choice(name, SPLITS, name="split")
-        if name not in self._listed:
-            if name == "all" or (name in own and name != "train"):
-                self._listed[name] = replace(self._load(name), split=name)
-            elif "train" in own:
-                # listed together with the rest of the training images
-                self._hold_out()
-            else:
-                text = f"{self.name} has no {name} split, only {', '.join(own)}"
-                raise ValueError(f"{text}; choose one of these")
-        if name not in self._listed:
+        own = self.own_splits
+        if name == "all" or (name in own and name != "train"):
+            dataset = replace(self._take(name), split=name)
+        elif "train" not in own:
+            text = f"{self.title} has no {name} split, only {', '.join(own)}"
+            raise ValueError(f"{text}; choose one of these")
+        elif name in self._divided:
+            dataset = self._divided[name]
+        else:
             raise ValueError(
                 f"the {name} split is empty: no image is held out for it, or all classes have too"
                 " few; choose another split, add images, or give the split a folder"
             )
-        return correct_labels(self._listed[name], self.corrections)
+        return correct_labels(dataset, self.corrections)
 
     def describe_splits(self) -> list[str]:
         """Describe the origin of the test and the validation split, a sentence each."""
@@ -119,9 +107,9 @@ class DatasetSplits:
         rest = "the training images"
         for split in ("test", "validation"):
             fraction = self._held_out.get(split, 0)
-            if split in self.images.own_splits:
+            if split in self.own_splits:
                 sentences.append(f"{split} is a split of the data")
-            elif fraction and "train" in self.images.own_splits:
+            elif fraction and "train" in self.own_splits:
                 seed = self.rule.split_seed
                 sentences.append(f"{split} is {100 * fraction:g} % of {rest} (seed {seed})")
                 rest = "the rest"
@@ -137,36 +125,40 @@ class DatasetSplits:
         """Split → the fraction of the remaining training images that is held out for it, the test
         split first: it doesn't depend on the fraction for validation."""
         fractions = {"test": self.rule.test_fraction, "validation": self.rule.validation_fraction}
-        own = self.images.own_splits
-        return {split: part for split, part in fractions.items() if split not in own}
+        return {split: part for split, part in fractions.items() if split not in self.own_splits}
 
-    def _load(self, split: str) -> ImageDataset:
-        """A split that the data set has of its own, with the groups of the rule."""
-        dataset = self.images.split(split)
+    def _take(self, split: str) -> ImageDataset:
+        """Return the images of a split that the data set has of its own, or of "all", with the groups
+        of the rule."""
+        dataset = self.images
+        if split != "all":
+            dataset = dataset.subset(np.flatnonzero(self.marks == split))
         if self.rule.group_by is None:
             return dataset
         return replace(dataset, groups=find_groups(dataset, self.rule.group_by))
 
-    def _hold_out(self) -> None:
-        """Divide the training images."""
-        rest = self._load("train")
+    @cached_property
+    def _divided(self) -> dict[str, ImageDataset]:
+        """The training images and what is held out of them, without empty splits."""
+        rest = self._take("train")
         notes = list(rest.notes)
         if self.written is None:
-            rest = replace(rest, groups=self._group_images(rest))
+            rest = self._group(rest)
             places = self._draw(rest)
         else:
             places = self._find_written(rest, self.written, notes)
         held_out = [place for own in places.values() for place in own]
         places["train"] = np.delete(np.arange(len(rest)), held_out)
-        datasets = {split: rest.subset(own) for split, own in places.items()}
+        datasets = {split: rest.subset(own) for split, own in places.items() if len(own)}
         for split, dataset in datasets.items():
             is_missing = (rest.class_counts > 0) & (dataset.class_counts == 0)
             missing = [rest.class_names[label] for label in np.flatnonzero(is_missing).tolist()]
-            if missing and len(dataset):
+            if missing:
                 notes.append(f"the {split} split has no image of {shorten(', '.join(missing))}")
-        for split, dataset in datasets.items():
-            if len(dataset) or split == "train":
-                self._listed[split] = replace(dataset, split=split, notes=tuple(notes))
+        return {
+            split: replace(dataset, split=split, notes=tuple(notes))
+            for split, dataset in datasets.items()
+        }
 
     def _find_written(
         self, rest: ImageDataset, written: Mapping[str, Sequence[str]], notes: list[str]
@@ -177,15 +169,14 @@ class DatasetSplits:
         places = {}
         for split, ids in written.items():
             found = [place_of[image_id] for image_id in ids if image_id in place_of]
+            text = f"{len(ids):,} {split} images of the training"
             if not found and ids:
                 raise ValueError(
-                    f"none of the {len(ids):,} {split} images of the training is among those of"
-                    f" {self.title or self.name}, such as {shorten(ids[0])}; name other images with"
-                    " --data"
+                    f"none of the {text} is among those of {self.title}, such as {shorten(ids[0])};"
+                    " name other images with --data"
                 )
             if len(found) < len(ids):
-                text = f"{len(ids) - len(found):,} of {len(ids):,} {split} images of the training"
-                notes.append(f"{text} are missing")
+                notes.append(f"{len(ids) - len(found):,} of {text} are missing")
             places[split] = np.array(found, dtype=np.int64)
         if self.num_trained_on is not None:
             num_new = len(rest) - sum(map(len, places.values())) - self.num_trained_on
@@ -213,17 +204,101 @@ class DatasetSplits:
             left = left[~mask]
         return places
 
-    def _group_images(self, dataset: ImageDataset) -> Sequence[str] | None:
-        """Find the groups of the images that splits are drawn from."""
+    def _group(self, dataset: ImageDataset) -> ImageDataset:
+        """Join the groups of the images that splits are drawn from by their copies."""
         if dataset.groups is not None:
             self._kept_together.append(f"{len(set(dataset.groups)):,} groups stay whole")
         if not self.rule.group_duplicates:
-            return dataset.groups
+            return dataset
         # images that aren't split here may be divided into folds
         num_splits = max(1 + sum(fraction > 0 for fraction in self._held_out.values()), 2)
         groups, reasons = group_copies(dataset, self.cache_dir, num_splits=num_splits)
         self._kept_together.extend(reasons)
-        return groups
+        return replace(dataset, groups=groups)
+
+
+def number_listing(
+    listing: Listing,
+    *,
+    rule: ImageRule,
+    cache_dir: Path,
+    title: str = "",
+    default_split: str = "test",
+    classes: ClassChoice = None,
+    class_names: Mapping[str, str] | None = None,
+) -> DatasetSplits:
+    """Number the classes of a list, check them, and choose those that are kept.
+
+    Args:
+        listing: The list.
+        rule: See `DatasetSplits`, as for `cache_dir`, `title` and `default_split`.
+        classes: Classes to keep, by their names or in words; None keeps all.
+        class_names: Class → its name in words; None names WordNet's ids.
+
+    Raises:
+        ValueError: There are fewer than two classes, or a class has no training images.
+    """
+    ids = listing.reader.names
+    if not len(ids):
+        raise ValueError(f"{listing.origin} lists no images; check it")
+    splits = np.array(listing.splits or ["train"] * len(ids))
+    are_sets = any(isinstance(label, tuple) for label in listing.labels)
+    # labels of sets, or classes
+    each = chain.from_iterable(listing.labels) if are_sets else listing.labels
+    names = tuple(listing.class_names or sort_class_names(each))
+    check_classes(names, origin=listing.origin)
+    kept = names
+    if classes is not None:
+        aliases = name_classes(names, find_wordnet_names(names)) | dict(class_names or {})
+        kept = choose_classes(names, classes, aliases=aliases)
+    if are_sets:
+        labels = mark_labels(listing.labels, names)
+        labels = labels[:, [names.index(name) for name in kept]]
+        chosen = np.arange(len(labels))
+    else:
+        # -1 for classes that are left out
+        place_of = dict.fromkeys(names, -1) | {name: place for place, name in enumerate(kept)}
+        labels = np.array([place_of[label] for label in listing.labels], dtype=np.int64)
+        chosen = np.flatnonzero(labels >= 0)
+        unknown = np.setdiff1d(labels[chosen], labels[splits == "train"])
+        if len(unknown) and "train" in splits:
+            is_wrong = labels == unknown[0]
+            raise ValueError(
+                f"{listing.origin}: class {shorten(kept[unknown[0]])!r} has"
+                f" {int(is_wrong.sum()):,} images in the {splits[is_wrong][0]} split and none in the"
+                " train split; add some, or leave it out with data.classes"
+            )
+
+    notes = list(listing.notes)
+    if {"validation", "test"} & set(splits) == {"validation"} and not listing.keeps_validation:
+        splits[splits == "validation"] = "test"
+        notes.append("val is the test split; validation images are held out of the others")
+    if class_names is None:
+        class_names = find_wordnet_names(kept)
+    renamed = name_classes(kept, class_names) if class_names else {}
+    images = ImageDataset(
+        name=listing.name,
+        class_names=tuple(renamed.get(name, name) for name in kept),
+        labels=labels,
+        ids=ids,
+        reader=listing.reader,
+        notes=tuple(notes),
+        groups=listing.groups,
+        rows=listing.rows,
+    )
+    # the images of one split after the other
+    own_splits = dict.fromkeys(splits.tolist())
+    chosen = np.concatenate([chosen[splits[chosen] == split] for split in own_splits])
+    return DatasetSplits(
+        title=title or listing.name,
+        images=images.subset(chosen),
+        marks=splits[chosen],
+        rule=rule,
+        cache_dir=cache_dir,
+        read=listing.read,
+        renamed_classes=renamed,
+        default_split=default_split,
+    )
 
 
 def write_splits(path: Path, held_out: Mapping[str, Sequence[str]]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from vit.bundle import Bundle, Models, keeps_mode, open_model, require_classifier
-from vit.data.dataset import LabelRule, printable
+from vit.data.dataset import ImageRule, printable
 from vit.evaluation.images import EvaluationSet, check_data, find_overlap, load_images, open_data
 from vit.evaluation.metrics import Scores, find_known, measure, score_logits
 from vit.evaluation.predictions import CROSS_VALIDATION, Predictions, load_predictions
@@ -109,14 +109,15 @@ def evaluate(
         >>> result.evaluation.metrics["top1"]
         >>> result.evaluation.intervals["top1"]
     """
-    labels = LabelRule(
-        label_by,
-        path_column,
-        label_column,
+    image_rule = ImageRule(
+        label_by=label_by,
+        path_column=path_column,
+        label_column=label_column,
         split_column=split_column,
         group_column=group_column,
+        group_by=group_by,
     )
-    check_data(data, dataset, labels, group_by)
+    check_data(data, dataset, image_rule)
     # in a process group all processes share the images
     with join_processes(device) as (_, device_name):
         bundle = open_model(model, device=device_name, class_names=class_names)
@@ -124,7 +125,7 @@ def evaluate(
         rule = None
         if operating_point is not None:
             rule = parse_rule(operating_point, bundle)
-        splits = open_data(bundle, data, root, dataset, labels=labels, group_by=group_by)
+        splits = open_data(bundle, data, root, dataset, rule=image_rule)
         # the probes of the folds have not seen the images that they predict
         found = None
         if data is None and dataset is None and split is None:
@@ -169,7 +170,7 @@ def evaluate(
             images,
             logits,
             values,
-            data=printable(splits.title) or images.dataset.name,
+            data=printable(splits.title),
             notes=notes,
             conditions=_describe_conditions(predictor),
         )

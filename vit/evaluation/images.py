@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from vit.bundle import Bundle
 from vit.data.cache import decode_dataset
-from vit.data.dataset import ImageDataset, LabelRule, printable
+from vit.data.dataset import ImageDataset, ImageRule, printable
 from vit.data.duplicates import find_duplicates
 from vit.data.open import open_for_model, open_passed
 from vit.data.preprocess import Preprocess
@@ -68,7 +68,7 @@ def load_images(bundle: Bundle, splits: DatasetSplits, split: str | None) -> Eva
         kinds = ["one class", "several labels"]
         raise ValueError(
             f"the model predicts {kinds[bundle.is_multilabel]} an image, and the images of"
-            f" {splits.title or splits.name} have {kinds[source.is_multilabel]}; name others with"
+            f" {splits.title} have {kinds[source.is_multilabel]}; name others with"
             " --data"
         )
     # Unknown classes are refused before the decoding, which may take minutes.
@@ -120,8 +120,7 @@ def find_labels(dataset: ImageDataset, model_classes: Sequence[str]) -> Ints | B
 def check_data(
     data: str | Path | None,
     dataset: Any,
-    labels: LabelRule = LabelRule(),  # noqa: B008 (immutable)
-    group_by: int | str | None = None,
+    rule: ImageRule = ImageRule(),  # noqa: B008 (immutable)
 ) -> None:
     """Check how a public function is told its images, before its model is loaded.
 
@@ -131,7 +130,7 @@ def check_data(
     if data is not None:
         expected = "a name or path; pass images from Python as dataset=…"
         check_kind(data, (str, Path), name="data", expected=expected)
-    if dataset is not None and (data, labels, group_by) != (None, LabelRule(), None):
+    if dataset is not None and (data, rule) != (None, ImageRule()):
         raise ValueError(
             "data, group_by, label_by and the names of columns are for folders and tables, not for"
             " dataset=…; leave them out"
@@ -144,16 +143,16 @@ def open_data(
     root: str | Path | None,
     dataset: Any,
     *,
-    labels: LabelRule = LabelRule(),  # noqa: B008 (immutable)
-    group_by: int | str | None = None,
+    rule: ImageRule = ImageRule(),  # noqa: B008 (immutable)
 ) -> DatasetSplits:
     """Open the images that a user names or passes; by default those of the model's training."""
     recorded = bundle.recorded_images
     if dataset is not None:
-        return open_passed(dataset, model_classes=bundle.class_names, task=recorded.task)
+        passed = ImageRule(task=recorded.get("task"), validation_fraction=0.0)
+        return open_passed(dataset, rule=passed, model_classes=bundle.class_names)
     if data is None and bundle.passed_images is not None:
         return bundle.passed_images
-    return open_for_model(data, root=root, recorded=recorded, labels=labels, group_by=group_by)
+    return open_for_model(data, root=root, recorded=recorded, rule=rule)
 
 
 @dataclass(frozen=True)

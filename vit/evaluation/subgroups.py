@@ -48,7 +48,7 @@ def read_values(dataset: ImageDataset, column: str) -> dict[str, str]:
     Raises:
         ValueError: There is no such column, or it has more than 100 values.
     """
-    if dataset.read_column is None:
+    if dataset.rows is None:
         raise ValueError(f"--by {shorten(column)} needs a table with that column")
     found = dataset.read_column(column)
     # NaN is no value, and the only one that differs from itself

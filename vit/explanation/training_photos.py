@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from vit.bundle import Bundle
-from vit.data.dataset import ImageDataset, printable
+from vit.data.dataset import LABEL_FIELDS, ImageDataset, ImageRule, printable
 from vit.data.duplicates import hash_pixels
-from vit.data.open import open_dataset, open_for_model, read_label_rule
+from vit.data.open import open_dataset, open_for_model
 from vit.explanation.render.page import encode_photo
 from vit.prediction.neighbours import find_nearest
 from vit.prediction.predictor import BatchPredictor, Pixels, read_from
@@ -67,8 +67,8 @@ def find_training_photos(
         indices = {printable(image_id): index for index, image_id in enumerate(dataset.ids)}
     digests = None
     # images that a user has passed are the user's own
-    if bundle.passed_images is None:
-        digests = bundle.recorded_images.digests
+    if bundle.passed_images is None and bundle.training_hashes is not None:
+        digests = bundle.training_hashes[0]
 
     def draw(path: str) -> str | None:
         # it may be another image, or be deleted since it was listed
@@ -106,12 +106,13 @@ def _open_training_images(bundle: Bundle) -> ImageDataset | None:
         if bundle.passed_images is not None:
             return bundle.passed_images.split("train")
         recorded = bundle.recorded_images
-        name, root = recorded.config.get("name", ""), recorded.config.get("root")
+        name, root = recorded.get("name", ""), recorded.get("root")
         if name not in _HERE:
             return None
-        if recorded.digests is None:
+        if bundle.training_hashes is None:
             return open_for_model(None, recorded=recorded).split("train")
         # splits and class names don't matter, because the model file names the training images
-        labels = read_label_rule(recorded.config)
-        return open_dataset(name, root=root, download=False, labels=labels).split("all")
+        labels = {key: recorded.get(key) for key in (*LABEL_FIELDS, "task")}
+        rule = replace(ImageRule(), **labels)
+        return open_dataset(name, root=root, download=False, rule=rule).split("all")
     return None

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vit.config import Config, Overrides, list_overrides, load_config, read_sections
-from vit.data.sources.registry import find_kind
+from vit.data.open import find_kind
 from vit.data.splits import DatasetSplits
 from vit.data.statistics import measure_sample
 from vit.runtime.arguments import as_pair
@@ -66,7 +66,7 @@ def choose_config(
 
     Args:
         data: A data set's name, a folder, a table or shards. See
-            `vit.data.sources.registry.find_kind`.
+            `vit.data.open.find_kind`.
         overrides: Changes of the user. See `vit.config.list_overrides`.
         minutes: Minutes of training; None for `DEFAULT_MINUTES`.
 

@@ -16,13 +16,11 @@ from vit.data.augment import Augmentation
 from vit.data.cache import decode_dataset
 from vit.data.corrections import check_corrections, read_corrections
 from vit.data.crop import Crop
-from vit.data.dataset import ImageDataset, LabelRule, choose_evenly
+from vit.data.dataset import ImageDataset, ImageRule, choose_evenly
 from vit.data.loader import TokenLoader, TrainLoader, fits_in_memory
-from vit.data.open import open_dataset
+from vit.data.open import open_dataset, open_passed
 from vit.data.preprocess import Preprocess
-from vit.data.sources.listing import number_listing
-from vit.data.sources.python_objects import FROM_PYTHON, find_python_objects
-from vit.data.splits import DatasetSplits, SplitRule
+from vit.data.splits import DatasetSplits
 from vit.data.statistics import (
     ClassBalance,
     choose_class_balance,
@@ -30,7 +28,6 @@ from vit.data.statistics import (
     measure_value_range,
 )
 from vit.data.workers import Transform, apply_transform
-from vit.runtime.files import default_cache_dir
 from vit.runtime.processes import current_process
 
 # Images at most that mean and standard deviation are measured on; the second number counts where
@@ -70,25 +67,18 @@ def build_dataset(
         class_names: Names of the classes of `user_dataset`.
     """
     data = config.data
-    rule = SplitRule(**{field.name: getattr(data, field.name) for field in fields(SplitRule)})
+    rule = ImageRule(**{field.name: getattr(data, field.name) for field in fields(ImageRule)})
     if user_dataset is not None:
         # They have no test split. They can be evaluated on other images, or on those that are held
         # out for validation.
-        return DatasetSplits(
-            FROM_PYTHON,
-            number_listing(find_python_objects(user_dataset, class_names, task=data.task)),
-            replace(rule, test_fraction=0.0, group_by=None, group_duplicates=False),
-            data.cache_dir or default_cache_dir(),
-            default_split="validation",
-            title=FROM_PYTHON,
-        )
+        rule = replace(rule, test_fraction=0.0, group_by=None, group_duplicates=False)
+        return open_passed(user_dataset, class_names, rule=rule, cache_dir=data.cache_dir)
     splits = open_dataset(
         data.name,
         root=data.root,
         classes=data.classes,
         class_names=data.class_names,
         rule=rule,
-        labels=LabelRule(**{name: getattr(data, name) for name in LabelRule._fields}),
         cache_dir=data.cache_dir,
     )
     if corrections := read_corrections(data.corrections):
@@ -122,7 +112,7 @@ def build_data(
     train = splits.split("train")
     if data.task == "multilabel" and not train.is_multilabel:
         raise ValueError(
-            f"data.task=multilabel, and the images of {splits.title or splits.name} have one class"
+            f"data.task=multilabel, and the images of {splits.title} have one class"
             " each; list their labels in a table (docs/guides/data.md), or leave it out"
         )
     preprocess = pretrained or Preprocess(data.size)

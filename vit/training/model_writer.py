@@ -34,7 +34,7 @@ def write_bundle(
     weights = {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.items()}
     config = values_to_save(data.config)
     # The values themselves: the files that they are from may change.
-    config["data"]["class_names"] = dict(data.splits.images.renamed_classes) or None
+    config["data"]["class_names"] = dict(data.splits.renamed_classes) or None
     config["data"]["corrections"] = dict(data.splits.corrections) or None
     datasets = {"train": data.train}
     if data.validation is not None:

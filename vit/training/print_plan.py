@@ -63,7 +63,7 @@ def summarize_run(run: Run) -> dict[str, str]:
     device = f"{describe_device(step.device)}, {torch.get_num_threads()} threads, {step.precision}"
     facts = {
         "data": f"{data.splits.title}: {images}; {classes}",
-        "read as": "; ".join(data.splits.images.listing.read),
+        "read as": "; ".join(data.splits.read),
         "splits": "; ".join(data.splits.describe_splits()),
         "model": f"{num_parameters:,} parameters",
         "device": device,

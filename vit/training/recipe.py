@@ -36,7 +36,7 @@ def names_images(source: ConfigLike | None) -> bool:
     if problem := explain_file(source):
         raise ValueError(problem)
     # numpy and Pillow, which `vit recipes` doesn't need
-    from vit.data.sources.registry import find_kind
+    from vit.data.open import find_kind
 
     return find_kind(source) is not None
 

@@ -12,9 +12,9 @@ from PIL import Image
 from tests.conftest import TINY_RUN, Launcher
 from tests.data.conftest import draw_pixels
 from vit.data.cache import decode_dataset
-from vit.data.open import RecordedImages, open_dataset, open_for_model
-from vit.data.sources.registry import find_kind
-from vit.data.splits import DatasetSplits, SplitRule
+from vit.data.dataset import ImageRule
+from vit.data.open import find_kind, open_dataset, open_for_model
+from vit.data.splits import DatasetSplits
 
 datasets = pytest.importorskip("datasets")
 
@@ -87,7 +87,7 @@ def test_a_folder_of_parquet_files_has_splits(tmp_path: Path, folder: str) -> No
         name = f"train-0000{number}-of-00002.parquet"
         write_parquet(root / folder / name, make_table(first=12 * number))
     write_parquet(root / folder / "validation-00000-of-00001.parquet", make_table(6, first=50))
-    dataset = open_place(root, rule=SplitRule(validation_fraction=0))
+    dataset = open_place(root, rule=ImageRule(validation_fraction=0))
     assert [len(dataset.split(split)) for split in ("train", "test")] == [24, 6]
     assert_pictures(dataset.split("test"), first=50)
 
@@ -119,7 +119,7 @@ def test_a_name_on_the_hub_is_loaded_by_the_library(monkeypatch: pytest.MonkeyPa
 def test_it_is_trained_on_and_evaluated_by_its_path(tmp_path: Path, cli: Launcher) -> None:
     path = write_parquet(tmp_path / "x.parquet", make_table(60))
     assert find_kind(path) == find_kind(tmp_path) == "huggingface"
-    assert len(open_for_model(path, recorded=RecordedImages()).split()) == 60
+    assert len(open_for_model(path, recorded={}).split()) == 60
     data = ["data.name=huggingface", f"data.root={path}", "train.batch_size=16", "train.epochs=1"]
     for pipeline, workers in (("resident", 0), ("workers", 1)):
         more = [f"data.pipeline={pipeline}", f"data.workers={workers}"]

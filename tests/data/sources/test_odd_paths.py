@@ -9,8 +9,7 @@ import pytest
 from PIL import Image
 
 from vit.data.inputs import list_inputs
-from vit.data.open import open_dataset
-from vit.data.sources.registry import require_kind
+from vit.data.open import open_dataset, require_kind
 
 NAMES = ["photos #2", "a:b", "it's", 'a "b"', "a[1] {x}", "100 %", "a,b; c|d", "größe"]
 

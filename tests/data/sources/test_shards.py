@@ -13,7 +13,7 @@ import pytest
 import webdataset
 from PIL import Image
 
-from vit.data.dataset import LabelRule
+from vit.data.dataset import ImageRule
 from vit.data.open import open_dataset
 
 
@@ -97,8 +97,8 @@ MARKS = [[name in labels for name in ("ant", "bee", "cow")] for labels in SETS]
 
 def test_several_labels_are_read_from_the_file_of_a_sample(tmp_path: Path) -> None:
     write_shard(tmp_path / "train-0.tar", ["|".join(labels) for labels in SETS])
-    rule = LabelRule(task="multilabel")
-    images = open_dataset("webdataset", root=tmp_path, labels=rule).split("all")
+    rule = ImageRule(task="multilabel")
+    images = open_dataset("webdataset", root=tmp_path, rule=rule).split("all")
     assert images.labels.tolist() == MARKS
     assert images.class_names == ("ant", "bee", "cow")
 

@@ -11,8 +11,8 @@ from vit.analysis.audit.page import build_audit_page
 from vit.analysis.audit.suspects import Audit, audit_images
 from vit.bundle import Bundle, ModelLike, open_model
 from vit.data.cache import decode_dataset
-from vit.data.dataset import ImageDataset, LabelRule
-from vit.data.open import RecordedImages, open_for_model, open_passed
+from vit.data.dataset import ImageDataset, ImageRule
+from vit.data.open import open_for_model, open_passed
 from vit.data.statistics import measure_value_range
 from vit.evaluation.images import check_data
 from vit.model.logits import PRE_LOGITS
@@ -96,25 +96,24 @@ def audit(
             "vit audit compares images by the features of a model: add --model timm:NAME, a folder of"
             " timm, a model file or a run"
         )
-    labels = LabelRule(
-        label_by,
-        path_column,
-        label_column,
+    rule = ImageRule(
+        label_by=label_by,
+        path_column=path_column,
+        label_column=label_column,
         split_column=split_column,
         group_column=group_column,
+        group_by=group_by,
     )
-    check_data(data, dataset, labels, group_by)
+    check_data(data, dataset, rule)
     if data is None and dataset is None:
         raise ValueError("which images? name them as data, or pass them as dataset=…")
     # before minutes of work
     if find_spec("cleanlab") is None:
         raise ValueError("vit audit needs cleanlab: pip install '.[audit]' in the clone of vit")
     if dataset is None:
-        splits = open_for_model(
-            data, root=root, recorded=RecordedImages(), labels=labels, group_by=group_by
-        )
+        splits = open_for_model(data, root=root, recorded={}, rule=rule)
     else:
-        splits = open_passed(dataset, class_names=class_names, model_classes=())
+        splits = open_passed(dataset, class_names, rule=rule, model_classes=())
     listed = splits.split("all")
     bundle = _open_backbone(model, device)
     value_range = measure_value_range(listed)

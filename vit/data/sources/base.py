@@ -1,4 +1,4 @@
-"""Readers of images, wherever they are stored, and names of splits and files in folders."""
+"""What every source of images gives: a list of them, and a reader, wherever they are stored."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import copy
 import hashlib
 import io
 import os
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from vit.data.dicom import DICOM_HINT, DICOM_SUFFIX
 from vit.data.duplicates import hash_pixels
-from vit.data.images import (
-    HEIF_HINT,
-    HEIF_SUFFIXES,
-    list_files,
-    read_image,
-    to_rgb,
-)
+from vit.data.images import HEIF_HINT, HEIF_SUFFIXES, list_files, read_image, to_rgb
+from vit.runtime.arguments import shorten
+from vit.runtime.files import open_cached, read_arrays, write_arrays
 
 # name that a folder, shards or a value in a table may have → split
 SPLIT_OF = {
@@ -48,6 +48,8 @@ class ImageReader:
 
     # true if it can't be sent to another process, or needn't be: pixels, or objects from Python
     in_process = False
+    # folder or file that holds the images
+    place = ""
 
     def __init__(self, names: Sequence[str], places: np.ndarray) -> None:
         self.names = names
@@ -67,19 +69,10 @@ class ImageReader:
         chosen.places = self.places[indices]
         return chosen
 
-    @property
-    def place(self) -> str:
-        """Folder or file that holds the images; empty if they aren't files."""
-        return ""
-
     def stats(self) -> np.ndarray | None:
-        """Facts of each image's file, see `read_stats`; None if the images aren't files."""
+        """Bytes of each image, -1 for a missing file, and facts of its file, see `read_stats`, int64
+        [n, k]; None if the images aren't files."""
         return None
-
-    def sizes(self) -> np.ndarray | None:
-        """Bytes of each image, int64 [n], -1 for a missing file; None if they aren't files."""
-        stats = self.stats()
-        return None if stats is None else stats[:, 0]
 
     def image(self, index: int, *, draft_side: int | None = None) -> Image.Image:
         """Decode an image to RGB, see `vit.data.images.read_image`.
@@ -115,12 +108,7 @@ class ImageReader:
 
 
 class ArrayReader(ImageReader):
-    """Images in memory.
-
-    Args:
-        pixels: uint8 [n, H, W, 3] or, of grey ones, [n, H, W].
-        names: Names of the images; None for their numbers.
-    """
+    """Images in memory: uint8 [n, H, W, 3] or, of grey ones, [n, H, W]."""
 
     in_process = True
 
@@ -132,27 +120,53 @@ class ArrayReader(ImageReader):
 
 
 class FileReader(ImageReader):
-    """Image files below a root.
-
-    Args:
-        root: The folder.
-        paths: Paths of the images from there.
-    """
+    """Image files, by their paths below a root."""
 
     def __init__(self, root: Path, paths: Sequence[str]) -> None:
         super().__init__(paths, np.zeros((len(paths), 0)))
         self.root = root
+        self.place = os.path.realpath(root)
 
     def __getitem__(self, index: int) -> Path:
         return self.root / self.names[index]
 
-    @property
-    def place(self) -> str:
-        return os.path.realpath(self.root)
-
     def stats(self) -> np.ndarray:
         # joining texts is many times faster than joining paths
         return read_stats([os.path.join(self.root, name) for name in self.names])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listing:
+    """The images of a source in all of its splits, as they are found.
+
+    Attributes:
+        name: The data.name.
+        origin: Name of the list, at the start of messages.
+        labels: Class of each image, a text; or the names of its labels, a tuple, where an image may
+            have several.
+        reader: Decodes the images. Its names are their ids: the path below the root, or a name such
+            as "test/00012".
+        splits: "train", "validation" or "test" for each image; None: all are "train".
+        keeps_validation: Validation without a test split stays validation. Otherwise, as in
+            ImageNet, it becomes the test split.
+        class_names: Names of all classes in their order; None: those that occur.
+        groups: Group of each image; None: each image is its own.
+        rows: Id of an image → its row of the table that lists the images.
+        read: How the list was read, and what wasn't, for the plan.
+        notes: Warnings for the user.
+    """
+
+    name: str
+    origin: str
+    labels: Sequence[Any]
+    reader: ImageReader
+    splits: Sequence[str] | None = None
+    keeps_validation: bool = False
+    class_names: Sequence[str] | None = None
+    groups: Sequence[str] | None = None
+    rows: Mapping[str, Mapping[str, Any]] | None = None
+    read: Sequence[str] = ()
+    notes: Sequence[str] = ()
 
 
 def hash_bytes(content: bytes) -> int:
@@ -168,13 +182,9 @@ def hash_stored(stored: Path | bytes | Image.Image) -> int:
 
 
 def read_stats(paths: Sequence[str]) -> np.ndarray:
-    """Read the facts by which a changed file is noticed, int64 [n, 4].
-
-    Returns:
-        Bytes, times of modification and of change in nanoseconds, and inode of each file. A copy
-        may have the size and the time of the file that it replaced, but not the others. Bytes are
-        -1 for a missing file.
-    """
+    """Read the facts by which a changed file is noticed, int64 [n, 4]: bytes (-1 for a missing file),
+    times of modification and of change in nanoseconds, and inode. A copy may have the size and the
+    time of the file that it replaced, but not the others."""
     stats = np.zeros((len(paths), 4), dtype=np.int64)
     for index, path in enumerate(paths):
         try:
@@ -186,6 +196,47 @@ def read_stats(paths: Sequence[str]) -> np.ndarray:
             inode = stat.st_ino & (2**63 - 1)
             stats[index] = stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, inode
     return stats
+
+
+def compute_once(
+    path: Path, keys: np.ndarray, compute: Callable[[int], Sequence[int]]
+) -> np.ndarray:
+    """Compute numbers for each key that is not in the cache yet, in threads.
+
+    Args:
+        path: The .npz file of the cache.
+        keys: What the numbers depend on, [n, k].
+        compute: Returns the m numbers of the key at an index.
+
+    Returns:
+        uint64 [n, m].
+    """
+    stored = open_cached(path, partial(read_arrays, path)) or {"keys": keys[:0], "values": keys[:0]}
+    known = dict(zip(map(bytes, stored["keys"]), stored["values"].tolist(), strict=True))
+    texts = list(map(bytes, keys))
+    missing = [index for index, text in enumerate(texts) if text not in known]
+    with ThreadPoolExecutor() as pool:
+        found = pool.map(compute, missing)
+        known |= {texts[index]: each for index, each in zip(missing, found, strict=True)}
+    if missing:
+        # a cache that can't be written costs time alone
+        with suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            own = np.frombuffer(b"".join(known), keys.dtype).reshape(len(known), -1)
+            values = np.array(list(known.values()), np.uint64)
+            write_arrays(path, {"keys": own, "values": values})
+    return np.array([known[text] for text in texts], np.uint64)
+
+
+def read_digests(reader: ImageReader, cache_dir: Path) -> np.ndarray:
+    """Read the hash of each image's bytes, uint64 [n]. The cache keeps them by the size, the times
+    and the inode of each file, so that unchanged files aren't read again."""
+    stats = reader.stats()
+    if stats is None:
+        return np.array([reader.digest(index) for index in range(len(reader))], np.uint64)
+    name = hash_bytes(os.fsencode(reader.place))
+    path = cache_dir / "digests" / f"{name:016x}.npz"
+    return compute_once(path, stats, lambda index: (reader.digest(index),))[:, 0]
 
 
 def relative_path(path: str | Path, root: Path) -> str:
@@ -201,11 +252,8 @@ def list_below(root: Path) -> list[str]:
 
 
 def find_split_folders(root: Path) -> dict[str, Path]:
-    """Find the folders below `root` that are named like a split: split → folder.
-
-    Raises:
-        ValueError: Two folders have names of the same split.
-    """
+    """Find the folders below `root` that are named like a split: split → folder. Raises ValueError
+    if two are named like the same split."""
     folders: dict[str, Path] = {}
     for entry in sorted(root.iterdir()):
         split = SPLIT_OF.get(entry.name.lower())
@@ -220,21 +268,14 @@ def find_split_folders(root: Path) -> dict[str, Path]:
     return folders
 
 
-def describe_files(paths: Iterable[str]) -> str:
-    """Count files by their suffixes, as ".heic 9, .txt 3", the largest number first; HEIC and DICOM
-    come with how to read them."""
-    names = map(os.path.basename, paths)
-    counts = Counter(
-        "hidden" if name.startswith(".") else os.path.splitext(name)[1].lower() or "suffixless"
-        for name in names
-    )
-    ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-    text = ", ".join(f"{suffix} {count:,}" for suffix, count in ordered)
-    hints = {DICOM_SUFFIX: DICOM_HINT, **dict.fromkeys(HEIF_SUFFIXES, HEIF_HINT)}
-    return text + "".join(f" ({hint})" for suffix, hint in hints.items() if suffix in counts)
-
-
 def describe_unused(paths: Iterable[str]) -> list[str]:
-    """Return a sentence about files that aren't used; none without any."""
-    text = describe_files(paths)
-    return [f"not used: {text}"] if text else []
+    """Return a sentence about files that aren't used, with how HEIC and DICOM are read; none without
+    any."""
+    # a name that begins with a dot is its own suffix
+    suffixes = [os.path.splitext(path)[1].lower() or os.path.basename(path) for path in paths]
+    if not suffixes:
+        return []
+    found = shorten(", ".join(sorted(set(suffixes))), 60)
+    hints = {DICOM_SUFFIX: DICOM_HINT, **dict.fromkeys(HEIF_SUFFIXES, HEIF_HINT)}
+    known = dict.fromkeys(hint for suffix, hint in hints.items() if suffix in suffixes)
+    return ["; ".join([f"{len(suffixes):,} files are not used ({found})", *known])]

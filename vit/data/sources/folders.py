@@ -4,17 +4,16 @@ a table in the folder."""
 from pathlib import Path
 
 from vit.data.class_names import ClassChoice
-from vit.data.dataset import LabelRule, Request
+from vit.data.dataset import Request
 from vit.data.images import is_image_name, is_system_folder
 from vit.data.sources.base import (
     SPLIT_OF,
     FileReader,
-    describe_files,
+    Listing,
     describe_unused,
     find_split_folders,
     list_below,
 )
-from vit.data.sources.listing import Listing
 from vit.data.sources.tables import find_table, is_table, list_table
 from vit.runtime.arguments import shorten
 from vit.runtime.files import expand_home
@@ -24,14 +23,14 @@ from vit.runtime.places import explain_file, suggest
 
 def find_folder(request: Request) -> Listing:
     """List a folder of the user's own images, or a table of them."""
-    rule = request.labels
+    rule = request.rule
     path = request.place if is_table(request.place) else check_root(request.place)
     if rule.label_by is not None:
         return find_by_name(path, rule.label_by)
     table = find_table(path)
     if table is not None:
         return list_table(table, rule)
-    if rule._replace(task=None) != LabelRule():
+    if rule.finds_labels:
         raise ValueError(f"{path} holds no labels.csv; give the path of the table")
     return find_class_folders("folder", path, request.classes)
 
@@ -65,17 +64,18 @@ def find_class_folders(name: str, root: Path, classes: ClassChoice) -> Listing:
     Raises:
         ValueError: There are no images, or a folder may be a split or a class.
     """
-    splits_of = _find_splits(root)
+    splits_of = find_split_folders(root) or {"train": root}
     # the training images say which classes there are
     first = "train" if "train" in splits_of else next(iter(splits_of))
     unused: list[str] = []
     notes: list[str] = []
-    paths: list[str] = []
-    labels: list[str] = []
-    splits: list[str] = []
-    for folder in {root, *splits_of.values()}:
-        unused += [entry.name for entry in folder.iterdir() if entry.is_file()]
+    # path of each image → its class and its split
+    found: dict[str, tuple[str, str]] = {}
+    if root not in splits_of.values():
+        _check_others(root, [folder.name for folder in splits_of.values()])
+        unused += _list_files(root)
     for split, folder in splits_of.items():
+        unused += _list_files(folder)
         class_names = list_classes(folder)
         if not class_names and folder != root:
             text = f"{folder} holds images in no folder of a class"
@@ -88,14 +88,13 @@ def find_class_folders(name: str, root: Path, classes: ClassChoice) -> Listing:
             others = set(files) - set(images)
             unused += others
             if not images and split == first and (classes is None or class_name in classes):
-                held = f", only {describe_files(others)}" if others else ""
-                hint = "remove it, or name others in data.classes"
-                raise ValueError(f"{folder / class_name} holds no images{held}; {hint}")
+                held = "; ".join(
+                    [f"{folder / class_name} holds no images", *describe_unused(others)]
+                )
+                raise ValueError(f"{held}; remove it, or name others in data.classes")
             start = class_name if folder == root else f"{folder.name}/{class_name}"
-            paths += [f"{start}/{image}" for image in images]
-            labels += [class_name] * len(images)
-            splits += [split] * len(images)
-    if not paths:
+            found |= {f"{start}/{image}": (class_name, split) for image in images}
+    if not found:
         raise ValueError(
             f"{root} holds no images in folders of classes; move them into a folder for each class,"
             " name their table, unpack their archive, or find the class in their names with"
@@ -104,35 +103,26 @@ def find_class_folders(name: str, root: Path, classes: ClassChoice) -> Listing:
     return Listing(
         name=name,
         origin=f"{root}/<class>/<image>",
-        labels=labels,
-        reader=FileReader(root, paths),
-        splits=splits,
+        labels=[class_name for class_name, _ in found.values()],
+        reader=FileReader(root, list(found)),
+        splits=[split for _, split in found.values()],
         read=describe_unused(unused),
         notes=notes,
     )
 
 
-def _find_splits(root: Path) -> dict[str, Path]:
-    """Find the folder of each split; {"train": root} if the folders below the root are classes.
-
-    Raises:
-        ValueError: Some folders of images are named like splits and others aren't.
-    """
-    named = find_split_folders(root)
-    known = {folder.name for folder in named.values()}
-    strangers = [
-        f"{name}/"
+def _check_others(root: Path, known: list[str]) -> None:
+    """Raise ValueError if there are folders of images beside those that are named like splits."""
+    others = [
+        name
         for name in list_classes(root)
-        if known and name not in known and any(map(is_image_name, list_below(root / name)))
+        if name not in known and any(map(is_image_name, list_below(root / name)))
     ]
-    if strangers:
-        splits = " and ".join(f"{name}/" for name in known)
+    if others:
         raise ValueError(
-            f"{root} holds {splits}, which are names of splits, beside"
-            f" {shorten(', '.join(strangers))}; move these away, or rename {splits} if they are"
-            " classes"
+            f"{root} holds {' and '.join(known)}, which are names of splits, beside"
+            f" {shorten(', '.join(others))}; move these away, or rename those if they are classes"
         )
-    return named or {"train": root}
 
 
 def find_by_name(root: Path, label_by: str) -> Listing:
@@ -194,3 +184,7 @@ def list_classes(folder: Path) -> list[str]:
     """List the folders in a folder that may be classes, sorted by name."""
     names = [entry.name for entry in sorted(folder.iterdir()) if entry.is_dir()]
     return [name for name in names if not is_system_folder(name) and not name.startswith("__")]
+
+
+def _list_files(folder: Path) -> list[str]:
+    return [entry.name for entry in folder.iterdir() if entry.is_file()]

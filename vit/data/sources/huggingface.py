@@ -9,8 +9,7 @@ from typing import Any
 
 from vit.data.dataset import Request
 from vit.data.python_images import IMAGE_KEYS, LABEL_KEYS, find_key
-from vit.data.sources.base import SPLIT_OF
-from vit.data.sources.listing import Listing
+from vit.data.sources.base import SPLIT_OF, Listing
 from vit.data.sources.python_objects import find_class_names, find_python_objects
 from vit.data.sources.shards import is_remote, list_by_split
 from vit.runtime.arguments import first_line, shorten
@@ -97,7 +96,7 @@ def find_huggingface(request: Request) -> Listing:
         raise ValueError(f"{origin} has no labels in a split of {', '.join(SPLIT_OF)}")
     sets = {name.lower(): each for name, each in used.items()}
     try:
-        listing = find_python_objects(sets, None, task=request.labels.task)
+        listing = find_python_objects(sets, None, task=request.rule.task)
     except ValueError as error:
         raise ValueError(f"{origin}: {error}") from error
     listing.reader.names = [f"{name}/{row:05d}" for name in used for row in range(len(used[name]))]

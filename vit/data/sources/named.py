@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from vit.data.dataset import Request
-from vit.data.sources.base import ArrayReader, Root, find_split_folders
+from vit.data.sources.base import ArrayReader, Listing, Root, find_split_folders
 from vit.data.sources.folders import check_root, find_class_folders
-from vit.data.sources.listing import Listing
 from vit.runtime.arguments import first_line, shorten
 from vit.runtime.files import default_cache_dir
 

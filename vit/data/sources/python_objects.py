@@ -10,8 +10,7 @@ from PIL import Image
 from vit.data.class_names import sort_class_names
 from vit.data.images import open_pixels
 from vit.data.python_images import IMAGE_KEYS, LABEL_KEYS, find_key
-from vit.data.sources.base import SPLIT_OF, ImageReader, hash_stored
-from vit.data.sources.listing import Listing, as_labels
+from vit.data.sources.base import SPLIT_OF, ImageReader, Listing, hash_stored
 from vit.runtime.arguments import as_tuple, shorten
 
 # data.name of such a run
@@ -58,7 +57,7 @@ def find_python_objects(
             `classes` or the features of a set of Hugging Face, or the labels that are names.
         split: Split of a data set that isn't a dictionary.
         model_classes: Names of the classes if there are no others.
-        task: See `LabelRule`.
+        task: See `ImageRule`.
 
     Raises:
         ValueError: The images or labels are of another type, or the sets have different classes.
@@ -178,4 +177,4 @@ def _name_labels(
     if unknown := sorted(set(each) - set(names)):
         text = f"the label {unknown[0]!r} of dataset is not one of its classes"
         raise ValueError(f"{text} {shorten(', '.join(names))}")
-    return [as_labels(label) if are_sets else label for label in labels], names
+    return [tuple(label) if are_sets else label for label in labels], names

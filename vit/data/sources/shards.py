@@ -18,8 +18,7 @@ from braceexpand import braceexpand
 
 from vit.data.dataset import Request
 from vit.data.images import is_image_name
-from vit.data.sources.base import SPLIT_OF, ImageReader, read_stats
-from vit.data.sources.listing import Listing
+from vit.data.sources.base import SPLIT_OF, ImageReader, Listing, read_stats
 from vit.runtime.arguments import first_line, hide_tokens, shorten
 from vit.runtime.drive import report_drive
 from vit.runtime.files import expand_home
@@ -36,6 +35,7 @@ class ShardReader(ImageReader):
     def __init__(self, files: Sequence[str], names: Sequence[str], places: np.ndarray) -> None:
         super().__init__(names, places)
         self.files = files
+        self.place = os.path.realpath(files[0])
 
     def __getitem__(self, index: int) -> bytes:
         shard, offset, size = self.places[index].tolist()
@@ -44,18 +44,9 @@ class ShardReader(ImageReader):
             file.seek(offset)
             return file.read(size)
 
-    @property
-    def place(self) -> str:
-        return os.path.realpath(self.files[0])
-
     def stats(self) -> np.ndarray:
-        stats: np.ndarray = read_stats(self.files)[self.places[:, 0]]
-        stats[:, 0] = self.places[:, 1]
-        return stats
-
-    def sizes(self) -> np.ndarray:
-        sizes: np.ndarray = self.places[:, 2]
-        return sizes
+        shards, offsets, sizes = self.places.T
+        return np.column_stack([sizes, read_stats(self.files)[shards], offsets])
 
 
 def find_shards(request: Request) -> Listing:
@@ -84,7 +75,7 @@ def find_shards(request: Request) -> Listing:
     places: list[tuple[int, int, int]] = []
     for number, (split, shard, file) in enumerate(shards):
         for key, offset, size, label in _index(file, name=shard):
-            if request.labels.task == "multilabel":
+            if request.rule.task == "multilabel":
                 labels.append(tuple(filter(None, map(str.strip, label.split("|")))))
             elif label:
                 labels.append(label)

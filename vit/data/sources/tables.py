@@ -11,20 +11,19 @@ import os
 import posixpath
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from vit.data.dataset import LabelRule
+from vit.data.dataset import ImageRule
 from vit.data.images import is_image_name
 from vit.data.sources.base import (
     SPLIT_OF,
     FileReader,
+    Listing,
     describe_unused,
     list_below,
     relative_path,
 )
-from vit.data.sources.listing import Listing, as_labels
 from vit.runtime.arguments import check_choice, shorten
 
 _SUFFIXES = (".csv", ".tsv", ".txt", ".jsonl")
@@ -37,6 +36,8 @@ _MARKS = {"0": False, "0.0": False, "false": False, "1": True, "1.0": True, "tru
 # wrong rows that a message names
 _MAX_LISTED = 10
 
+Row = Mapping[str, Any]
+
 
 def is_table(path: Path) -> bool:
     """Return true for a file that may be a table, by its name."""
@@ -48,7 +49,7 @@ def find_table(root: Path) -> Path | None:
     return next(filter(is_table, (root, *(root / name for name in _NAMES))), None)
 
 
-def read_table(path: Path) -> tuple[dict[int, Mapping[str, Any]], list[str]]:
+def read_table(path: Path) -> tuple[dict[int, Row], list[str]]:
     """Read a table: UTF-8, UTF-16 with its mark, or Windows-1252. The first line is the header, and
     the sign that is most frequent in it divides the columns.
 
@@ -68,9 +69,10 @@ def read_table(path: Path) -> tuple[dict[int, Mapping[str, Any]], list[str]]:
     except UnicodeDecodeError:
         text = content.decode("cp1252", "replace")
         notes = [f"{path.name} is not UTF-8 and was read as Windows-1252; check accented letters"]
-    rows: dict[int, Mapping[str, Any]] = {}
+    parse = _parse_json if path.suffix.lower() == ".jsonl" else _parse_csv
+    rows: dict[int, Row] = {}
     try:
-        for line, row in _parse_json(text) if path.suffix.lower() == ".jsonl" else _parse_csv(text):
+        for line, row in parse(text):
             rows[line] = row
     except (ValueError, csv.Error, RecursionError) as error:
         raise ValueError(
@@ -81,7 +83,7 @@ def read_table(path: Path) -> tuple[dict[int, Mapping[str, Any]], list[str]]:
     return rows, notes
 
 
-def _parse_csv(text: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
+def _parse_csv(text: str) -> Iterator[tuple[int, Row]]:
     header = text.strip().partition("\n")[0]
     delimiter = max(",;\t|", key=header.count)
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
@@ -100,7 +102,7 @@ def _parse_csv(text: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
             yield reader.line_num, dict(zip(columns, padded, strict=True))
 
 
-def _parse_json(text: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
+def _parse_json(text: str) -> Iterator[tuple[int, Row]]:
     for number, line in enumerate(text.splitlines(), 1):
         if line.strip():
             row = json.loads(line)
@@ -109,45 +111,35 @@ def _parse_json(text: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
             yield number, row
 
 
-class _Columns(NamedTuple):
-    """The columns that are read. An image may have several labels if `several`."""
-
-    path: str
-    labels: Sequence[str]
-    split: str | None
-    group: str | None
-    several: bool
-
-
-def list_table(path: Path, rule: LabelRule) -> Listing:
-    """List the images of a table, which lie below its folder.
-
-    Raises:
-        ValueError: Rows are wrong; the message has the numbers of their lines.
-    """
+def list_table(path: Path, rule: ImageRule) -> Listing:
+    """List the images of a table, which lie below its folder. Raises ValueError for wrong rows, with
+    the numbers of their lines."""
     rows, notes = read_table(path)
-    known = list(dict.fromkeys(name for row in rows.values() for name in row))
-    columns = _find_columns(path, rows, known, rule)
-    used = {"images": columns.path, "split": columns.split, "group": columns.group}
-    ways = [f"{what} in {name!r}" for what, name in used.items() if name is not None]
-    ways.insert(1, f"classes in {', '.join(map(repr, columns.labels))}")
+    known = _list_columns(rows)
+    used = _find_columns(path, known, rule)
+    ways = [f"{what} in {', '.join(map(repr, names))}" for what, names in used.items() if names]
     way = f"{path.name}: {', '.join(ways)}"
-    unread = [name for name in known if name not in (*used.values(), *columns.labels)]
+    unread = [name for name in known if not any(name in names for names in used.values())]
     if unread:
         way += f"; columns not read: {shorten(', '.join(unread))}"
 
+    (image,), labels, split, group = used.values()
+    # lists of labels in one row say that all rows have several
+    has_lists = any(isinstance(row.get(labels[0]), list) for row in rows.values())
+    several = has_lists or rule.task == "multilabel"
     files = list_below(path.parent)
-    find_file = _make_finder(path.parent, list(filter(is_image_name, files)))
+    find_file = _make_finder(path.parent, files)
     problems: list[str] = []
     # file → the line of its first row, its class or labels, and its split
     found: dict[str, tuple[int, Any, str]] = {}
-    for line, values in rows.items():
+    for line, row in rows.items():
         try:
-            file = find_file(str(values.get(columns.path) or ""))
-            label = _read_label(values, columns)
-            split = "train" if columns.split is None else _read_split(values.get(columns.split))
-            first, *others = found.setdefault(file, (line, label, split))
-            if others != [label, split]:
+            file = find_file(str(row.get(image) or ""))
+            label = _read_label(row, labels, several=several)
+            name = str(row.get(split[0]) or "").strip().lower() if split else "train"
+            check_choice(name, SPLIT_OF, name="split")
+            first, *others = found.setdefault(file, (line, label, SPLIT_OF[name]))
+            if others != [label, SPLIT_OF[name]]:
                 raise ValueError(f"{file} has another class or split in line {first}")
         except ValueError as error:
             problems.append(f"line {line}: {error}")
@@ -159,37 +151,34 @@ def list_table(path: Path, rule: LabelRule) -> Listing:
             f" {way}"
         )
     kept = {file: rows[line] for file, (line, _, _) in found.items()}
-    given = [""] * len(kept)
-    if columns.group is not None:
-        given = [str(row.get(columns.group) or "") for row in kept.values()]
+    given = [str(row.get(name) or "") for name in group for row in kept.values()]
     return Listing(
         name="folder",
         origin=str(path),
         labels=[label for _, label, _ in found.values()],
         reader=FileReader(path.parent, list(found)),
-        splits=[split for _, _, split in found.values()],
+        splits=[name for _, _, name in found.values()],
         # the splits that a table names stay as they are
-        keeps_validation=columns.split is not None,
+        keeps_validation=bool(split),
         # an image without a group is one
-        groups=[group or file for group, file in zip(given, kept, strict=True)]
+        groups=[name or file for name, file in zip(given, kept, strict=True)]
         if any(given)
         else None,
-        columns={name: [row.get(name) for row in kept.values()] for name in known},
+        rows=kept,
         read=[way, *describe_unused(set(files) - {path.name, *found})],
         notes=notes,
     )
 
 
-def _find_columns(
-    path: Path, rows: Mapping[int, Mapping[str, Any]], columns: Sequence[str], rule: LabelRule
-) -> _Columns:
-    """Find the columns that the user names, or those with known names.
+def _list_columns(rows: Mapping[int, Row]) -> list[str]:
+    return list(dict.fromkeys(name for row in rows.values() for name in row))
 
-    Raises:
-        ValueError: One is missing, or several have known names.
-    """
 
-    def find(given: str | None, known: Sequence[str]) -> str | None:
+def _find_columns(path: Path, columns: Sequence[str], rule: ImageRule) -> dict[str, list[str]]:
+    """Find the columns that the user names, or those with known names: what they hold → columns.
+    Raises ValueError if one is missing, or several have known names."""
+
+    def find(given: str | None, known: Sequence[str]) -> list[str]:
         found = [name for name in columns if name.lower() in known]
         if given is not None:
             found = [name for name in columns if name == given]
@@ -200,46 +189,36 @@ def _find_columns(
                 f"{path} has {text}; its columns are {shorten(', '.join(map(repr, columns)), 300)};"
                 f" name the right one with --{known[0]}-column"
             )
-        return found[0] if found else None
+        return found
 
-    image = find(rule.path_column, _PATHS)
     marks = [rule.label_column]
     if rule.label_column is not None and rule.label_column not in columns:
         # a column of 0 and 1 for each class
         marks = [name.strip() for name in rule.label_column.split(",")]
-    labels = [name for mark in marks if (name := find(mark, _LABELS)) is not None]
-    assert image is not None
-    # lists of labels in one row say that all rows have several
-    has_lists = any(isinstance(row.get(labels[0]), list) for row in rows.values())
-    return _Columns(
-        image,
-        labels,
-        find(rule.split_column, ("split",)),
-        find(rule.group_column, ("group",)),
-        several=has_lists or rule.task == "multilabel",
-    )
+    return {
+        "images": find(rule.path_column, _PATHS),
+        "classes": [name for mark in marks for name in find(mark, _LABELS)],
+        "split": find(rule.split_column, ("split",)),
+        "group": find(rule.group_column, ("group",)),
+    }
 
 
-def _make_finder(root: Path, images: Sequence[str]) -> Callable[[str], str]:
+def _make_finder(root: Path, files: Sequence[str]) -> Callable[[str], str]:
     """Return a function that finds the image file below the root that a value in a table names: by
     its path, its file name, or its name without the suffix."""
-    known = set(images)
-
-    @cache
-    def list_names() -> dict[str, list[str]]:
-        by_name: dict[str, list[str]] = {}
-        for file in images:
-            name = posixpath.basename(file)
-            for key in {name, posixpath.splitext(name)[0]}:
-                by_name.setdefault(key, []).append(file)
-        return by_name
+    known = set(filter(is_image_name, files))
+    by_name: dict[str, list[str]] = {}
+    for file in filter(known.__contains__, files):
+        name = posixpath.basename(file)
+        for key in (name, posixpath.splitext(name)[0]):
+            by_name.setdefault(key, []).append(file)
 
     def find(written: str) -> str:
         # most values are paths as they are listed
         path = written
         if path not in known:
             path = relative_path(root / written.replace("\\", "/"), root)
-        found = [path] if path in known else list_names().get(written, [])
+        found = [path] if path in known else by_name.get(written, [])
         shown = shorten(written, 60) or "nothing"
         if not found:
             raise ValueError(f"{shown} is not an image, or the name of one, below {root}")
@@ -250,32 +229,27 @@ def _make_finder(root: Path, images: Sequence[str]) -> Callable[[str], str]:
     return find
 
 
-def _read_split(value: Any) -> str:
-    name = str(value or "").strip().lower()
-    check_choice(name, SPLIT_OF, name="split")
-    return SPLIT_OF[name]
-
-
-def _read_label(values: Mapping[str, Any], columns: _Columns) -> str | tuple[str, ...]:
-    """Return the class of a row, or its labels. Raises ValueError for anything else."""
-    value = values.get(columns.labels[0])
-    if len(columns.labels) > 1:
-        marks = {name: str(values.get(name)).strip().lower() for name in columns.labels}
+def _read_label(row: Row, columns: Sequence[str], *, several: bool) -> Any:
+    """Return the class of a row, or its labels if an image may have several. Raises ValueError for
+    anything else."""
+    value = row.get(columns[0])
+    if len(columns) > 1:
+        marks = {name: str(row.get(name)).strip().lower() for name in columns}
         for name, mark in marks.items():
             if mark not in _MARKS:
                 raise ValueError(f"{name} is {shorten(mark, 30)!r}, not 0 or 1")
         value = [name for name, mark in marks.items() if _MARKS[mark]]
-        if not columns.several:
+        if not several:
             if len(value) != 1:
                 found = " and ".join(value) or "no class"
                 raise ValueError(f"{found} is 1; keep one class, or set data.task=multilabel")
-            value = value[0]
-    if columns.several:
+            return value[0]
+    if several:
         # several labels in one text have | between them
         parts = value if isinstance(value, list) else str(value or "").split("|")
         if not all(isinstance(part, str | int) for part in parts):
             raise ValueError(f"{shorten(repr(value), 60)} is not a list of labels")
-        return as_labels([text for part in parts if (text := str(part).strip())])
+        return tuple(text for part in parts if (text := str(part).strip()))
     if value == "" or isinstance(value, bool) or not isinstance(value, str | int):
         raise ValueError(f"label {shorten(repr(value), 60)} is no text or whole number")
     return str(value)
@@ -283,18 +257,15 @@ def _read_label(values: Mapping[str, Any], columns: _Columns) -> str | tuple[str
 
 def list_table_images(path: Path) -> Iterator[str]:
     """Yield the image file that each row of a table names, whether it has labels or not; what is
-    written where there is no such file.
-
-    Raises:
-        ValueError: It is no table, or no column names images.
-    """
+    written where there is no such file. Raises ValueError if it is no table, or no column names
+    images."""
     rows, _ = read_table(path)
-    find_file = _make_finder(path.parent, list(filter(is_image_name, list_below(path.parent))))
-    for line, row in rows.items():
-        columns = [name for name in row if name.lower() in _PATHS]
-        if not columns:
-            raise ValueError(f"{path} line {line} has no column {', '.join(_PATHS)}; name one so")
-        written = str(row[columns[0]] or "")
+    columns = [name for name in _list_columns(rows) if name.lower() in _PATHS]
+    if not columns:
+        raise ValueError(f"{path} has no column {', '.join(_PATHS)}; name one so")
+    find_file = _make_finder(path.parent, list_below(path.parent))
+    for row in rows.values():
+        written = str(row.get(columns[0]) or "")
         # reading the file names the fault
         with suppress(ValueError):
             written = find_file(written)
