@@ -6,7 +6,6 @@ What is missing is held out of the training images, stratified by class, by the 
 """
 
 import csv
-import hashlib
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,7 +25,7 @@ from vit.data.class_names import (
 )
 from vit.data.corrections import correct_labels
 from vit.data.dataset import ImageDataset, ImageRule, printable
-from vit.data.groups import choose_whole_groups, find_groups, group_copies
+from vit.data.groups import choose_whole_groups, find_groups, group_copies, rank_names
 from vit.data.label_sets import mark_labels
 from vit.data.sources.base import Listing
 from vit.runtime.arguments import check_choice, shorten
@@ -316,9 +315,7 @@ def _choose_stratified(dataset: ImageDataset, fraction: float, *, salt: str) -> 
     Returns:
         Mask, bool [n]. At least one image of every class that has two or more, never all.
     """
-    texts = (f"{salt}:{name}" for name in dataset.ids)
-    digests = (hashlib.blake2b(text.encode(errors="surrogateescape")).digest() for text in texts)
-    ranks = np.array([int.from_bytes(digest[:8], "big") for digest in digests], dtype=np.uint64)
+    ranks = np.array(rank_names(dataset.ids, salt), dtype=np.uint64)
     mask = np.zeros(len(dataset), dtype=bool)
     strata = dataset.strata
     order = np.lexsort((ranks, strata))
