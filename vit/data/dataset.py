@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from vit.data.class_names import ClassChoice
 from vit.data.images import UNREADABLE
 from vit.data.label_sets import count_labels, number_label_sets
 from vit.data.sources.base import ImageReader, Root
@@ -23,6 +22,8 @@ from vit.runtime.patterns import search_group
 
 # unreadable images that an error names
 _MAX_NAMED = 10
+# fields of `ImageRule` that are for folders and tables alone
+LABEL_FIELDS = ("label_by", "path_column", "label_column", "split_column", "group_column")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -39,7 +40,7 @@ class ImageDataset:
     ids: Sequence[str]
     # decodes the original images in full size
     reader: ImageReader
-    # sentences for the user: a split under another name, files that are not images
+    # warnings for the user: a split under another name, classes that a split lacks
     notes: tuple[str, ...] = ()
     # group of each image: one group is never on both sides of a split; None: each image is a group
     groups: Sequence[str] | None = None
@@ -114,10 +115,9 @@ class ImageDataset:
     def fingerprint(self) -> str:
         """Hexadecimal sha256 by which the images are known.
 
-        If there are hashes, it covers class names, split and the images' labels and pixels, but not
-        their names or order. JPEG files decode to the same pixels only with the same decoder:
-        libjpeg versions may differ in a bit. Without hashes it covers the names of the images, too,
-        in their order, and the sizes of their files.
+        It covers class names, split, and the images' labels and pixels, but not their names or
+        order; libjpeg versions may differ in a bit of a pixel. Without hashes it covers names and
+        sizes of the files, in their order, instead of pixels.
         """
         names: list[str] = [self.split, *self.class_names]
         if self.hashes is not None:
@@ -126,14 +126,11 @@ class ImageDataset:
             pairs = np.concatenate([labels.astype(np.uint64), self.digests[:, None]], axis=1)
             facts = pairs[np.lexsort(pairs.T)].astype("<u8").tobytes()
         else:
-            # sizes instead of times, which differ on another machine
             names = ["listed", *names, *self.ids]
+            facts = self.labels.astype("<i8").tobytes()
             stats = self.reader.stats()
-            if stats is None:
-                contents = self.reader.cache_key()
-            else:
-                contents = stats[:, 0].astype("<i8").tobytes()
-            facts = self.labels.astype("<i8").tobytes() + contents
+            # sizes instead of times, which differ on another machine
+            facts += self.reader.cache_key() if stats is None else stats[:, 0].tobytes()
         text = json.dumps(names) + "several labels" * self.is_multilabel
         return hashlib.sha256(text.encode() + facts).hexdigest()
 
@@ -163,13 +160,8 @@ def printable(name: str) -> str:
 
 
 def check_unreadable(unreadable: Sequence[tuple[str, str]], count: int, fraction: float) -> None:
-    """Raise ValueError if too many images can't be read, or none can.
-
-    Args:
-        unreadable: (id, reason) of each image that can't be read.
-        count: Number of all images.
-        fraction: Fraction of the images that may be unreadable, 0 to 1.
-    """
+    """Raise ValueError if more than a fraction of `count` images can't be read, or none can, from
+    their ids and reasons."""
     if len(unreadable) > fraction * count or len(unreadable) == count:
         named = [
             f"{name}: {reason.partition(UNREADABLE)[2] or reason}"
@@ -181,35 +173,10 @@ def check_unreadable(unreadable: Sequence[tuple[str, str]], count: int, fraction
         )
 
 
-# fields of `ImageRule` that are for folders and tables alone
-LABEL_FIELDS = ("label_by", "path_column", "label_column", "split_column", "group_column")
-
-
 @dataclass(frozen=True, kw_only=True)
 class ImageRule:
-    """How the class, the group and the split of an image are found, where the user says so.
-
-    Attributes:
-        label_by: Regular expression with one group, which is searched in the path of an image: the
-            class is the group's text.
-        path_column: Column of a table that names the image files.
-        label_column: Column of a table that names the classes; or the columns of the classes, with
-            commas between them, in which 1 marks the class.
-        split_column: Column of a table that names the splits; None: "split", if there is one.
-        group_column: Column of a table that names the groups; None: "group", if there is one.
-        task: "classes" for one class an image, "multilabel" for any number of labels; None: several
-            where the labels are lists.
-        group_by: Property that images of one group share, see `vit.data.groups.find_groups`; None
-            keeps the groups that a table has.
-        group_duplicates: Keep copies of an image, and images nearly the same, on one side.
-        validation_fraction: Fraction of the training images that is held out for validation, if the
-            data has no such split.
-        test_fraction: Fraction of all images for the test, likewise.
-        split_seed: Seed of the choice of images.
-
-    Raises:
-        ValueError: `group_by` is a wrong regular expression.
-    """
+    """How the class, the group and the split of an image are found: keys of `vit.config.DataConfig`,
+    which explains them. Raises ValueError if `group_by` is a wrong regular expression."""
 
     label_by: str | None = None
     path_column: str | None = None
@@ -246,10 +213,10 @@ class Request(NamedTuple):
     """
 
     root: Root
-    classes: ClassChoice
+    classes: Sequence[str] | None
     cache_dir: Path
-    download: bool = True
-    rule: ImageRule = ImageRule()
+    download: bool
+    rule: ImageRule
 
     @property
     def place(self) -> Path:
