@@ -25,26 +25,17 @@ _THUMBNAIL_SIDE = 112
 
 
 def build_audit_page(audit: Audit, images: ImageDataset) -> str:
-    """Build the page.
-
-    Args:
-        audit: The result of the audit.
-        images: The images; those that are not decoded are read if the page shows them.
-    """
+    """Build the page. Images that are not decoded are read if it shows them."""
     suspects = audit.label_errors[:_MAX_SUSPECTS]
     pairs = audit.near_duplicates[:_MAX_PAIRS]
     places = {printable(image_id): index for index, image_id in enumerate(images.ids)}
-    small = [
-        path
-        for error in suspects
-        for near in audit.neighbours[error.path].values()
-        for path, _ in near
-    ]
-    small += [path for pair in pairs for path in pair.paths]
+    small = {path for pair in pairs for path in pair.paths}
+    for error in suspects:
+        for near in audit.neighbours[error.path].values():
+            small |= {path for path, _ in near}
 
     def encode(paths: Iterable[str], side: int) -> dict[str, str]:
-        chosen = {path: places[path] for path in paths}
-        return {path: encode_photo(_read(images, at), side=side) for path, at in chosen.items()}
+        return {path: encode_photo(_read(images, places[path]), side=side) for path in paths}
 
     context = {
         "audit": audit,

@@ -1,7 +1,6 @@
 """The public function `vit.audit`, and its result."""
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 
 from vit.analysis.audit.page import build_audit_page
 from vit.analysis.audit.suspects import Audit, audit_images
-from vit.bundle import Bundle, ModelLike, open_model
+from vit.bundle import ModelLike, open_model
 from vit.data.cache import decode_dataset
 from vit.data.dataset import ImageDataset, ImageRule
 from vit.data.open import open_for_model, open_passed
@@ -115,13 +114,11 @@ def audit(
     else:
         splits = open_passed(dataset, class_names, rule=rule, model_classes=())
     listed = splits.split("all")
-    bundle = _open_backbone(model, device)
-    value_range = measure_value_range(listed)
-    if value_range is not None:
-        # other images than the model was trained on may have another range
-        preprocess = replace(bundle.preprocess, value_range=value_range)
-        bundle = replace(bundle, preprocess=preprocess)
-    preprocess = bundle.preprocess
+    bundle = open_model(model, device=device)
+    # other images than the model was trained on may have another range
+    value_range = measure_value_range(listed) or bundle.preprocess.value_range
+    preprocess = replace(bundle.preprocess, value_range=value_range)
+    bundle = replace(bundle, preprocess=preprocess)
     images = decode_dataset(
         listed,
         size=preprocess.resize_size,
@@ -136,27 +133,7 @@ def audit(
     readout = PRE_LOGITS
     if isinstance(bundle.model, VisionTransformer):
         readout = (len(bundle.model.blocks), bundle.model.global_pool)
-    values = features[readout].numpy()
+    names = {"data": splits.title, "model": bundle.name, "model_sha256": bundle.sha256}
     with show_progress("comparing images"):
-        found = audit_images(
-            images,
-            values,
-            data=splits.title,
-            model=bundle.name,
-            model_sha256=bundle.sha256,
-        )
+        found = audit_images(images, features[readout].numpy(), **names)
     return AuditResult(found, images)
-
-
-def _open_backbone(source: ModelLike, device: str) -> Bundle:
-    """Return the model whose features are used, as one of this project where that is possible."""
-    bundle = open_model(source, device=device)
-    if not isinstance(bundle.model, VisionTransformer):
-        # timm, which takes seconds to import
-        from vit.model.modules import load_timm
-
-        # other architectures have features, too, but those before their logits alone
-        with suppress(ValueError):
-            model = load_timm(bundle.model).to(bundle.device).eval()
-            bundle = replace(bundle, model=model)
-    return bundle

@@ -11,13 +11,13 @@ from itertools import compress
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
 from vit.data.corrections import SEPARATOR
 from vit.data.dataset import ImageDataset, printable
 from vit.data.duplicates import find_pairs
 from vit.data.groups import join_duplicates
+from vit.data.label_sets import number_label_sets
 from vit.prediction.neighbours import find_nearest
 from vit.prediction.probabilities import Bools, Float32s, Floats, Ints
 
@@ -66,8 +66,8 @@ class Audit:
         not_examined: Classes whose labels are not examined: all their images are copies of one
             another, or one group.
         unreadable: Images that can't be read, with the reason.
-        model: Model that gave the features.
         data: Name of the data set: that of its folder for own images.
+        model: Model that gave the features, and the SHA-256 of its file.
         neighbours: For the page: the images that are nearest to each likely label error, by its
             path, at most 5 with its "given" and 5 with its "suggested" label.
     """
@@ -96,17 +96,9 @@ class Audit:
 def audit_images(
     dataset: ImageDataset, features: Float32s, *, data: str, model: str, model_sha256: str
 ) -> Audit:
-    """Look for problems in labelled images.
+    """Look for problems in decoded images by their features, [n, D]. See `Audit` for the names.
 
-    Args:
-        dataset: Decoded images, with their hashes.
-        features: Features of these images, [n, D].
-        data: Name of the data set for readers.
-        model: Model that gave the features.
-        model_sha256: SHA-256 of its file.
-
-    Raises:
-        ValueError: Fewer than two classes have two different images, or two groups.
+    Raises ValueError if fewer than two classes have two different images, or two groups.
     """
     assert dataset.hashes is not None
     names = dataset.class_names
@@ -123,14 +115,19 @@ def audit_images(
     groups = np.unique(np.array(joined, dtype=object), return_inverse=True)[1]
     is_examined = np.ones(len(dataset), bool)
     if not dataset.is_multilabel:
-        is_examined = _find_examined(dataset.labels, groups)
+        # a class with one group would be missing wherever its images are left out
+        pairs = np.unique(np.stack([dataset.labels, groups]), axis=1)
+        is_examined = np.bincount(pairs[0])[dataset.labels] > 1
+        if len(np.unique(dataset.labels[is_examined])) < 2:
+            raise ValueError(
+                "an audit needs two classes, each with at least two different images, or two groups"
+            )
     examined = np.flatnonzero(is_examined)
     probabilities = predict_out_of_fold(
         features[examined],
-        dataset.labels[examined],
+        marks[examined],
         groups[examined],
-        strata=dataset.strata[examined],
-        num_classes=len(names),
+        is_multilabel=dataset.is_multilabel,
     )
     # [n, C], as the given marks
     predicted = probabilities >= 0.5
@@ -175,41 +172,20 @@ def _join_names(row: Bools, names: Sequence[str]) -> str:
     return SEPARATOR.join(names[place] for place in np.flatnonzero(row).tolist())
 
 
-def _find_examined(labels: Ints, groups: Ints) -> Bools:
-    """Return which images are of a class with at least two groups, [n]. Another class would be
-    missing wherever its images are left out.
-
-    Raises:
-        ValueError: There are fewer than two such classes.
-    """
-    pairs = np.unique(np.stack([labels, groups]), axis=1)
-    is_examined: Bools = np.bincount(pairs[0])[labels] > 1
-    if len(np.unique(labels[is_examined])) < 2:
-        raise ValueError(
-            "an audit needs two classes, each with at least two different images, or two groups"
-        )
-    return is_examined
-
-
 def predict_out_of_fold(
-    features: Float32s, labels: NDArray[Any], groups: Ints, *, strata: Ints, num_classes: int
+    features: Float32s, marks: Bools, groups: Ints, *, is_multilabel: bool
 ) -> Floats:
-    """Predict each image by a logistic regression that has seen no image of its group.
+    """Predict each image by a logistic regression that has seen no image of its group; for several
+    labels by one for each label against the rest.
 
     Args:
         features: Features of the images, [n, D].
-        labels: Their labels, [n]; or which labels each has, bool [n, C], with a regression for each
-            label against the rest.
+        marks: The given class or labels of each image, [n, C]. Each fold gets its share of the
+            images of a class, or with equal labels.
         groups: Number of each image's group, [n].
-        strata: Class of each image, or the number of its set of labels, [n], of which each fold
-            gets its share.
-        num_classes: Number of classes or labels C.
 
     Returns:
         Probability of each class or label, [n, C].
-
-    Raises:
-        ValueError: There is one group.
     """
     # scikit-learn takes a second to import
     from sklearn.linear_model import LogisticRegression
@@ -221,12 +197,14 @@ def predict_out_of_fold(
     num_folds = min(_NUM_FOLDS, len(np.unique(groups)))
     if num_folds < 2:
         raise ValueError("an audit needs at least two different images, of two groups")
+    regression = LogisticRegression(max_iter=500)
+    labels = strata = marks.argmax(axis=1)
+    if is_multilabel:
+        regression, labels = OneVsRestClassifier(regression), marks.astype(np.int64)
+        strata = number_label_sets(marks)
     folds: Any = StratifiedGroupKFold(num_folds)
     if np.bincount(strata).max() < num_folds:
         folds = GroupKFold(num_folds)
-    regression = LogisticRegression(max_iter=500)
-    if labels.ndim == 2:
-        regression = OneVsRestClassifier(regression)
     # Small classes aren't in all folds, which scikit-learn warns of. One thread, because several
     # wait for one another: with 10,000 images two took 20 times as long.
     with warnings.catch_warnings(), threadpool_limits(1):
@@ -235,14 +213,15 @@ def predict_out_of_fold(
         found: Floats = cross_val_predict(
             make_pipeline(StandardScaler(), regression),
             features.astype(np.float64),
-            labels.astype(np.int64),
+            labels,
             cv=splits,
             method="predict_proba",
         )
-    if labels.ndim == 2:
+    if is_multilabel:
         return found
-    probabilities = np.zeros((len(labels), num_classes))
-    probabilities[:, np.unique(labels)] = found
+    # a class without images has no column
+    probabilities = np.zeros(marks.shape)
+    probabilities[:, marks.any(axis=0)] = found
     return probabilities
 
 
@@ -250,12 +229,7 @@ def find_label_errors(
     probabilities: Floats, marks: Bools, *, is_multilabel: bool
 ) -> list[tuple[int, Bools, float]]:
     """Find likely label errors by cleanlab's confident learning; for several labels, for each of
-    them against the rest.
-
-    Args:
-        probabilities: Out-of-fold probability of each class or label, [n, C].
-        marks: The given class or labels of each image, [n, C].
-        is_multilabel: An image may have several labels.
+    them against the rest. See `predict_out_of_fold` for the probabilities and marks, [n, C].
 
     Returns:
         For each suspect its row, the suggested marks, [C], and 1 minus the probability of the given

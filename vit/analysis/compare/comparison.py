@@ -105,18 +105,15 @@ def compute_paired_test(changes: Ints, clusters: Ints) -> tuple[float, Interval]
 
     The p-value is McNemar's (1947, exact): the sign test on the images that only one model predicts
     correctly, or, if images come in groups, on the groups in which one model is correct more often.
-    The interval is a bootstrap's over the groups. Before drawing, a group of average size is added
-    for each model in which only that one is correct, as in Bonett & Price (2012, "Adjusted Wald
+    The 95 % interval of the accuracy of B minus that of A is a bootstrap's over the groups, and
+    holds 0 if the p-value is not significant. Before drawing, a group of average size is added for
+    each model in which only that one is correct, as in Bonett & Price (2012, "Adjusted Wald
     confidence interval for a difference of binomial proportions based on paired data"): without
     them, the interval of models that never disagree would have no width.
 
     Args:
         changes: 1 where only B is correct, -1 where only A is, else 0, [n].
         clusters: Number of each image's group, [n].
-
-    Returns:
-        The p-value; and the 95 % interval of the accuracy of B minus that of A, which holds 0 if
-        the p-value is not significant.
     """
     # images of each group, and how many more of them only B has right
     sizes = np.bincount(clusters)
@@ -140,22 +137,16 @@ def compute_paired_test(changes: Ints, clusters: Ints) -> tuple[float, Interval]
 
 
 def _load(directory: Path) -> tuple[str, Predictions]:
-    """Read an evaluation's fingerprint, and its predictions sorted by the names of the images.
-
-    Raises:
-        FileNotFoundError: There is none.
-        ValueError: Its files are of another kind or version, or don't belong together.
-    """
+    """Read an evaluation's fingerprint, and its predictions sorted by the names of the images."""
     path = directory / "evaluation.json"
     if not path.is_file():
         raise FileNotFoundError(f"{directory} has no evaluation.json; run vit evaluate first")
     facts = read_json(path)
     try:
-        num_classes = len(facts["per_class"])
         fingerprint, num_images = facts["fingerprint"], facts["num_images"]
+        found = load_predictions(directory, len(facts["per_class"]))
     except (LookupError, TypeError) as error:
         raise ValueError(f"{path} is of another version, or damaged; evaluate again") from error
-    found = load_predictions(directory, num_classes)
     # both files are of one evaluation only if nobody replaced one of them
     if found is None or len(found.ids) != num_images:
         raise ValueError(

@@ -25,13 +25,8 @@ KEPT = tuple((step + 1) / 10 for step in range(10))
 def build_probability(
     compute_kept: ComputeKept, classes: Int[Tensor, " n"], *, target: Target = CLASS
 ) -> Predict:
-    """Build a function from the patches that are kept to the probability of each image's class.
-
-    Args:
-        compute_kept: Function from `build_removal` for the same images.
-        classes: Class of each image.
-        target: Number that is computed instead of the class's probability.
-    """
+    """Build a function from the patches that are kept to the probability of each image's class, or to
+    another target. `compute_kept` is from `build_removal` for the same images."""
     rows = torch.arange(len(classes), device=classes.device)
 
     @torch.no_grad()
@@ -58,10 +53,6 @@ def compute_gain(predict: Predict, maps: PatchMaps) -> Float[Tensor, " n"]:
     pixel flipping and occlusion strategy for consistent XAI benchmarks"): the area under the
     probability while patches are added to an empty image (insertion; Petsiuk et al. 2018), minus
     that while they are removed (deletion), the most relevant first.
-
-    Args:
-        predict: Function from `build_probability` for the images.
-        maps: Maps [n, rows, columns] of the images.
     """
     order = find_order(maps)
     deletion = area_under(deletion_curve(predict, order, FRACTIONS), FRACTIONS)

@@ -107,21 +107,15 @@ def measure_faithfulness(
     maps, milliseconds = _time_maps(
         bundle, images, classes, names, target=target, batch_size=batch_size
     )
-    grid = (maps[names[0]].shape[1], maps[names[0]].shape[2])
-    maps |= build_baselines(len(images), grid)
+    _, rows, columns = maps[names[0]].shape
+    maps |= build_baselines(len(images), (rows, columns))
 
     precision = choose_precision("auto", bundle.device)
+    options: Any = {"grid": (rows, columns), "precision": precision, "batch_size": batch_size}
     values: dict[str, dict[str, PerImage]] = {}
     with show_progress("faithfulness", len(GAINS) * len(maps)) as advance:
         for metric, fill in GAINS.items():
-            compute_kept = build_removal(
-                bundle.model,
-                images,
-                grid=grid,
-                fill=fill,
-                precision=precision,
-                batch_size=batch_size,
-            )
+            compute_kept = build_removal(bundle.model, images, fill=fill, **options)
             predict = build_probability(compute_kept, classes, target=target)
             values[metric] = {}
             for name, of_map in maps.items():
@@ -159,10 +153,8 @@ def _time_maps(
 ) -> tuple[dict[str, PatchMaps], dict[str, float]]:
     """Compute the maps [n, rows, columns] of each method, and the milliseconds that one takes, the
     forward pass included."""
-    batches = [
-        (images[start : start + batch_size], classes[start : start + batch_size])
-        for start in range(0, len(images), batch_size)
-    ]
+    parts = (torch.split(each, batch_size) for each in (images, classes))
+    batches = list(zip(*parts, strict=True))
 
     def explain(method: str, part: Images, answers: Tensor, *, verify: bool = False) -> PatchMaps:
         options: Any = {"target": target.with_classes(answers), "verify": verify}
@@ -185,19 +177,10 @@ def select_correct_images(
     bundle: Bundle, dataset: ImageDataset, *, count: int, batch_size: int
 ) -> tuple[Images, Int[Tensor, " n"], list[str]]:
     """Choose images that the model predicts correctly: no map can point at evidence for a wrong
-    prediction. Where an image may have several labels, its most probable right one is taken.
+    prediction. They are the first `count` in a random order, of at most four times as many.
 
-    Args:
-        bundle: The model.
-        dataset: The images.
-        count: Number of images: the first ones in a random order, of at most four times as many.
-        batch_size: Images at a time.
-
-    Returns:
-        Model inputs, classes and ids.
-
-    Raises:
-        ValueError: Fewer than `MIN_IMAGES` are predicted correctly, or one can't be read.
+    Returns their model inputs, classes and ids. Raises ValueError if fewer than `MIN_IMAGES` are
+    predicted correctly, or one can't be read.
     """
     labels = find_labels(dataset, bundle.class_names)
     order = np.random.default_rng(0).permutation(len(dataset))[: _DRAWN * count]

@@ -58,17 +58,12 @@ class FaithfulnessResult(Result):
     def rows(self) -> list[list[str]]:
         """Cells of the table by falling gain with tokens dropped: the map, both gains with their
         intervals, "*" where a method is tied for best, and the milliseconds of a method."""
-        names = sorted(self.values["srg"], key=lambda name: -self.values["srg"][name].mean())
         rows = []
-        for name in names:
+        for name in _sort(self.values["srg"]):
             row = [name]
             for metric in self.summary["metrics"].values():
-                mark = " "
-                if name in metric["best"]:
-                    mark = "*"
-                row.append(
-                    "{mean:.3f} ({low:.3f}–{high:.3f}) ".format(**metric["methods"][name]) + mark
-                )
+                gain = "{mean:.3f} ({low:.3f}–{high:.3f}) ".format(**metric["methods"][name])
+                row.append(gain + ("*" if name in metric["best"] else " "))
             time = self.milliseconds.get(name)
             rows.append([*row, "" if time is None else f"{time:.1f}"])
         return rows
@@ -108,20 +103,21 @@ def estimate(values: Mapping[str, PerImage]) -> dict[str, Estimate]:
         method="percentile",
         rng=np.random.default_rng(0),
     ).confidence_interval
-    columns = (each.tolist() for each in (table.mean(axis=1), found.low, found.high))
-    rows = (
-        dict(zip(("mean", "low", "high"), row, strict=True)) for row in zip(*columns, strict=True)
-    )
-    return dict(zip(values, rows, strict=True))
+    rows = np.stack([table.mean(axis=1), found.low, found.high], axis=1).tolist()
+    return {
+        name: {"mean": mean, "low": low, "high": high}
+        for name, (mean, low, high) in zip(values, rows, strict=True)
+    }
 
 
 def find_best(values: Mapping[str, PerImage]) -> Sequence[str]:
-    """Find the methods that are statistically tied for best, highest mean first.
-
-    The 95 % interval of their paired difference to the highest mean includes 0. It is not corrected
-    for the number of methods.
-    """
+    """Find the methods that are statistically tied for best, highest mean first: the 95 % interval
+    of their paired difference to the highest mean includes 0, not corrected for their number."""
     # the paired difference to the highest: intervals of means overlap too easily
-    ordered = sorted(values, key=lambda name: -values[name].mean())
+    ordered = _sort(values)
     estimates = estimate({name: values[name] - values[ordered[0]] for name in ordered})
     return [name for name in ordered if estimates[name]["high"] >= 0]
+
+
+def _sort(values: Mapping[str, PerImage]) -> Sequence[str]:
+    return sorted(values, key=lambda name: -values[name].mean())

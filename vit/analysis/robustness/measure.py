@@ -93,11 +93,8 @@ def measure_robustness(
 
 
 def build_transforms(side: int) -> dict[str, list[Any]]:
-    """Return the transforms by name, each at three strengths.
-
-    Args:
-        side: Shorter side of the images, in pixels; blurs grow with it.
-    """
+    """Return the transforms by name, each at three strengths. Blurs grow with the shorter side of the
+    images, in pixels."""
     # on import it would ask over the network for a newer version of itself
     os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
     # both take long to import
