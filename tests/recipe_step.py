@@ -22,7 +22,7 @@ from vit.training.run import build_plan, build_train_step
 from vit.training.train_step import TrainStep
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-# Every packaged recipe, also those without a result, which `vit recipes` doesn't list.
+# Every packaged recipe.
 RECIPE_NAMES = sorted(
     str(path.relative_to(CONFIGS).with_suffix("")) for path in CONFIGS.rglob("*.yaml")
 )

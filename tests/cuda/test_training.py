@@ -20,9 +20,9 @@ from vit.runtime.device import (
     count_bytes,
     free_cached_memory,
 )
-from vit.training.observers import LOG_EVERY_STEPS, MetricsFile, Observer
+from vit.training.observers import LOG_EVERY_STEPS, Observer
 from vit.training.run import Run, build_run
-from vit.training.step_graphs import capture_step
+from vit.training.train_step import capture_step
 
 TINY = [
     "data.name=digits",
@@ -45,12 +45,10 @@ def make_run(
     directory: Path, device: torch.device, *overrides: str, observers: list[Observer] | None = None
 ) -> Run:
     directory.mkdir(parents=True, exist_ok=True)
-    return build_run(
-        load_config(None, [*TINY, *overrides]),
-        directory=directory,
-        device_name=str(device),
-        observers=[MetricsFile(directory), *(observers or [])],
-    )
+    config = load_config(None, [*TINY, *overrides])
+    run = build_run(config, directory=directory, device_name=str(device))
+    run.trainer.observers = observers or []
+    return run
 
 
 def read_state(run: Run) -> dict[str, Any]:
@@ -206,7 +204,7 @@ def test_a_captured_step_equals_the_eager_one(
         for _ in range(8)
     ]
     for step in steps:
-        step.graphs = None
+        step.captures = False
         for seed, batch in enumerate(batches[:3]):
             torch.manual_seed(seed)  # of the paths that are dropped
             step(*batch)

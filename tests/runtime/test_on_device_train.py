@@ -17,7 +17,7 @@ from tests.training.conftest import flatten, read_metrics, run_until
 from tests.training.test_graphs import Recorder
 from vit.config import load_config
 from vit.training import run as build
-from vit.training.observers import LOG_EVERY_STEPS, MetricsFile, Observer
+from vit.training.observers import LOG_EVERY_STEPS, Observer
 from vit.training.run import Run
 from vit.training.train_step import TrainStep
 
@@ -115,14 +115,13 @@ def make(
     directory.mkdir(exist_ok=True)
     root = [f"data.root={photos}"] if "data.name=folder" in overrides else []
     config = load_config(None, [*TINY, *overrides, *root])
-    of_run: dict[str, Any] = {"directory": directory, "device_name": device}
-    return build.build_run(config, **of_run, observers=[MetricsFile(directory), *observers])
+    run = build.build_run(config, directory=directory, device_name=device)
+    run.trainer.observers = list(observers)
+    return run
 
 
 class Steps(Observer):
     """Transfers, operations and memory of each step, and the devices of its tensors."""
-
-    is_essential = True
 
     def __init__(self, meter: Meter) -> None:
         self.meter, self.counts, self.lines = meter, dict[int, Count](), dict[int, Counter]()

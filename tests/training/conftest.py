@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from vit.config import load_config
-from vit.training.observers import MetricsFile
+from vit.training.observers import TensorBoard
 from vit.training.run import Run, build_run
-from vit.training.tensorboard import TensorBoard
 
 TINY = [
     "data.image_size=8",
@@ -41,12 +40,9 @@ def make_run() -> MakeRun:
     def make(directory: Path, *overrides: str) -> Run:
         directory.mkdir(parents=True, exist_ok=True)
         config = load_config(None, [*TINY, *overrides])
-        return build_run(
-            config,
-            directory=directory,
-            device_name="cpu",
-            observers=[MetricsFile(directory), TensorBoard(directory)],
-        )
+        run = build_run(config, directory=directory, device_name="cpu")
+        run.trainer.observers = [TensorBoard(directory)]
+        return run
 
     return make
 

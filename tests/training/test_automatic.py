@@ -15,10 +15,10 @@ from sklearn.datasets import load_digits, load_sample_images
 
 import vit.training.automatic as automatic
 from tests.conftest import Launcher, SaveModel
+from tests.recipe_step import RECIPE_NAMES
 from vit.bundle import load_bundle
 from vit.config import load_config
 from vit.training.automatic import choose_config
-from vit.training.recipe import Recipe, list_recipes
 
 
 @pytest.fixture(scope="module")
@@ -178,19 +178,10 @@ def test_what_is_no_recipe_and_no_images_is_told_both(cli: Launcher, tmp_path: P
     )
 
 
-def test_recipes_are_listed_with_what_they_measured(cli: Launcher) -> None:
-    listed = list_recipes()
-    assert listed["cifar10/cpu"] == Recipe(
-        task="CIFAR-10 in minutes on 2 CPU cores",
-        accuracy="83.7 ± 0.2 %",
-        time="377 s to 407 s",
-    )
-    imagenette = listed["imagenette/cpu"]
-    assert (imagenette.accuracy, imagenette.time) == ("84.2 ± 0.4 %", "1447 s to 1682 s")
-    # It has no result yet.
-    assert "cifar10/speedrun" not in listed
+def test_recipes_are_listed_with_what_they_are_for(cli: Launcher) -> None:
     shown = cli.succeed("recipes").out
-    assert all(name in shown for name in listed)
+    assert "CIFAR-10 in minutes on 2 CPU cores" in shown
+    assert all(name in shown for name in RECIPE_NAMES)
 
 
 def test_init_is_not_the_run_in_output_and_keeps_its_architecture(

@@ -11,8 +11,8 @@ from tests.training.conftest import MakeRun, run_until
 from tests.training.test_resume import assert_equal_runs
 from vit.bundle import load_bundle
 from vit.data.open import open_dataset
-from vit.training.observers import Observer
 
+pytestmark = pytest.mark.filterwarnings("ignore:skipped train image")
 DAMAGED, TEXT = 20, 70  # in the training split
 
 
@@ -52,14 +52,6 @@ def cache(empty_cache: Path) -> Path:
     return empty_cache
 
 
-class Messages(Observer):
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-
-    def on_message(self, text: str) -> None:
-        self.texts.append(text)
-
-
 @pytest.fixture(scope="module")
 def whole(make_run: MakeRun, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     """A run that was not killed, and its overrides."""
@@ -97,10 +89,11 @@ def test_unreadable_images_are_named_where_they_are_met(
     with pytest.raises(ValueError, match=r"more than the allowed fraction of 0\.05"):
         make_run(tmp_path / "refused", *overrides)
     more = ["data.max_unreadable_fraction=0.1"]
-    run, messages = make_run(tmp_path / "other", *overrides, *more), Messages()
+    run = make_run(tmp_path / "other", *overrides, *more)
     assert [name for name, _ in run.data.validation.unreadable] == [validation.ids[0]]
-    run.trainer.observers.append(messages)
-    run.trainer.train()
-    assert sorted(text.partition(": ")[0] for text in messages.texts if "skipped" in text) == [
+    with pytest.warns(UserWarning, match="skipped") as told:
+        run.trainer.train()
+    texts = [str(warning.message) for warning in told]
+    assert sorted(text.partition(": ")[0] for text in texts if "skipped" in text) == [
         f"skipped train image {name}" for name in sorted((train.ids[DAMAGED], train.ids[TEXT]))
     ]

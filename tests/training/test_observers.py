@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.training.conftest import read_curves
-from vit.training.tensorboard import TensorBoard
+from vit.training.observers import TensorBoard
 
 
 def test_a_run_that_goes_on_in_the_same_second_continues_its_curves(

@@ -94,6 +94,7 @@ def test_a_kill_between_an_epochs_metrics_and_its_checkpoint_logs_them_once(
     save = broken.trainer._save
 
     def die_after_the_metrics() -> None:
+        broken.trainer.writer.wait()
         if len(read_metrics(tmp_path / "broken")) == 2:
             raise Killed
         save()

@@ -16,9 +16,8 @@ from vit.data.loader import TokenLoader
 from vit.data.preprocess import Preprocess
 from vit.model.vision_transformer import VisionTransformer
 from vit.training import tokens as tokens_module
-from vit.training.observers import MetricsFile
+from vit.training.data import build_train_loader
 from vit.training.run import Run, build_run
-from vit.training.tensorboard import TensorBoard
 
 MakeRun = Callable[..., Run]
 FROZEN = [
@@ -47,13 +46,8 @@ def make_run(save_model: SaveModel, tmp_path: Path) -> MakeRun:
 
     def make(directory: Path, *overrides: str, **options: Any) -> Run:
         directory.mkdir(parents=True, exist_ok=True)
-        return build_run(
-            load_config(None, [*FROZEN, f"model.init={weights}", *overrides]),
-            directory=directory,
-            device_name="cpu",
-            observers=[MetricsFile(directory), TensorBoard(directory)],
-            **options,
-        )
+        config = load_config(None, [*FROZEN, f"model.init={weights}", *overrides])
+        return build_run(config, directory=directory, device_name="cpu", **options)
 
     return make
 
@@ -91,7 +85,7 @@ def test_a_flip_takes_the_tokens_of_the_mirror_image(make_run: MakeRun, tmp_path
     model = run.trainer.train_step.module.eval()
     assert isinstance(model, VisionTransformer)
     batch = next(iter(loader.epoch(0)))
-    image_batch = next(iter(run.image_loader.epoch(0)))
+    image_batch = next(build_train_loader(run.data, device=torch.device("cpu")).epoch(0))
     assert torch.equal(batch.sample_ids, image_batch.sample_ids)
     with torch.no_grad():
         assert torch.allclose(batch.images, model.forward_frozen(image_batch.images), atol=1e-5)

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 import vit
 from tests.training.conftest import MakeRun, read_metrics
 from vit.bundle import load_bundle
-from vit.training.observers import MetricsFile, Observer
+from vit.training.identity import compute_run_id
+from vit.training.observers import Observer
 
 
 class StepsDone(Observer):
@@ -41,7 +42,6 @@ def test_steps_do_not_wait_for_the_disk(
     checkpoint."""
     run = make_run(tmp_path, "train.checkpoint_every_steps=2", "train.max_steps=8")
     observer = StepsDone(step)
-    run.trainer.observers[0] = MetricsFile(tmp_path, run.trainer.writer)
     run.trainer.observers.append(observer)
     fsync = os.fsync
     waits: list[bool] = []
@@ -57,7 +57,7 @@ def test_steps_do_not_wait_for_the_disk(
     run.trainer.train()
     assert waits == [True]
     assert [line["step"] for line in read_metrics(tmp_path)] == [5, 8]
-    assert load_bundle(tmp_path).metadata["run_id"] == run.trainer.run_id
+    assert load_bundle(tmp_path).metadata["run_id"] == compute_run_id(run.trainer.identity)
 
 
 def test_a_disk_that_is_full_ends_the_run_and_leaves_what_was_saved(

@@ -38,11 +38,8 @@ def orthogonalize(
 ) -> Float[Tensor, "M R C"]:
     """Replace the singular values of each matrix by values near 1, keeping its singular vectors.
 
-    It iterates X ← aX + (bS + cS²)X with S = XXᵀ, transposed if that makes S smaller.
-
-    Args:
-        matrices: Stack of M matrices.
-        dtype: Data type of the products.
+    It iterates X ← aX + (bS + cS²)X with S = XXᵀ, transposed if that makes S smaller. `dtype` is
+    the data type of the products.
     """
     rows, columns = matrices.shape[-2:]
     is_tall = rows > columns
@@ -79,7 +76,6 @@ class Muon(torch.optim.Optimizer):
 
     Args:
         params: Groups of `vit.optim.optimizer.parameter_groups`.
-        lr, weight_decay: Those of groups that have none.
         betas: Decay rates of AdamW.
         dtype: Data type of Muon's products. The iteration needs no more than bfloat16, which is
             several times faster on some hardware.
@@ -89,10 +85,6 @@ class Muon(torch.optim.Optimizer):
         found_inf: 1 if the step must change nothing. It is read without waiting for the device.
         threads: CPU threads that divide the matrices among themselves.
     """
-
-    grad_scale: Tensor | None = None
-    found_inf: Tensor | None = None
-    threads: BatchThreads | None = None
 
     # torch excludes these from compilation, and imports its compiler (3 s) at their first call for
     # that. No compiled code of this project calls them.
@@ -120,6 +112,10 @@ class Muon(torch.optim.Optimizer):
         }
         super().__init__(params, defaults)
         self._dtype = dtype
+        device = self.param_groups[0]["params"][0].device
+        self.grad_scale = torch.ones((), device=device)
+        self.found_inf = torch.zeros((), device=device)
+        self.threads: BatchThreads | None = None
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
@@ -184,16 +180,19 @@ class Muon(torch.optim.Optimizer):
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         buffers = [self.state[parameter]["momentum_buffer"] for parameter, _ in members]
         momentum = join(buffers)
-        gradient = join(parameter.grad for parameter, _ in members)
-        if self.grad_scale is not None:
-            gradient = gradient / self.grad_scale
-        if self.found_inf is not None:
-            # The momentum then stays, and the rate below is 0.
-            gradient = torch.where(self.found_inf > 0, momentum, gradient)
+        gradient = join(parameter.grad for parameter, _ in members) / self.grad_scale
+        # With a gradient that is not finite the momentum stays, and the rate below is 0.
+        gradient = torch.where(self.found_inf > 0, momentum, gradient)
         momentum.lerp_(gradient, 1 - MOMENTUM)
         torch._foreach_copy_(buffers, split(momentum))
 
-        directions = self._orthogonalize(gradient.lerp(momentum, MOMENTUM))
+        compute = partial(orthogonalize, dtype=self._dtype)
+        directions = gradient.lerp(momentum, MOMENTUM)
+        if self.threads is None:
+            directions = compute(directions)
+        else:
+            parts = directions.chunk(self.threads.count)
+            directions = torch.cat(list(self.threads.map(compute, parts)))
         directions *= max(1.0, rows / columns) ** 0.5
         changes = split(directions)
         for group in self.param_groups:
@@ -205,16 +204,5 @@ class Muon(torch.optim.Optimizer):
             group_changes = torch._foreach_add(
                 [changes[place] for place in places], parameters, alpha=group["weight_decay"]
             )
-            rate = group["lr"]
-            if self.found_inf is not None:
-                rate = rate * (self.found_inf == 0)
-            torch._foreach_mul_(group_changes, rate)
+            torch._foreach_mul_(group_changes, group["lr"] * (self.found_inf == 0))
             torch._foreach_sub_(parameters, group_changes)
-
-    def _orthogonalize(self, stack: Float[Tensor, "M R C"]) -> Float[Tensor, "M R C"]:
-        """Call `orthogonalize`, divided among threads."""
-        compute = partial(orthogonalize, dtype=self._dtype)
-        if self.threads is not None:
-            parts = stack.chunk(self.threads.count)
-            return torch.cat(list(self.threads.map(compute, parts)))
-        return compute(stack)

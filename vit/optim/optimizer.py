@@ -28,13 +28,11 @@ def create_optimizer(
     muon_lr: float = 0.02,
     muon_dtype: torch.dtype = torch.float32,
 ) -> Optimizer:
-    """Create an optimizer for all trainable parameters of a model.
+    """Create an optimizer for all trainable parameters of a model. See `parameter_groups`.
 
     Args:
         name: "muon" updates hidden matrices by Muon and the rest by AdamW. "sgd" has Nesterov
             momentum of 0.95.
-        model: Model to train.
-        lr, weight_decay, layer_decay, muon_lr: See `parameter_groups`.
         betas: Decay rates of AdamW.
         muon_dtype: Data type of Muon's products.
     """
@@ -72,31 +70,24 @@ def parameter_groups(
     Args:
         model: Model with the parameter names of timm's vision transformers.
         lr: Learning rate of the last layer. Layer i of L has lr · layer_decay^(L + 1 − i) (BEiT,
-            arXiv 2106.08254, appendix).
+            arXiv 2106.08254, appendix); the last block that is trained counts as the last one.
         weight_decay: Weight decay of matrices and kernels. Norms, biases and embeddings have none.
         layer_decay: Factor from 0 to 1. With 1, all layers have one rate.
         muon_lr: Learning rate of the groups for Muon: matrices of the blocks and kernels of the
             stem, except the first, which reads the pixels. None: no such groups.
 
     Returns:
-        Groups with `params`, `lr`, `weight_decay` and `num_matrices`, the number of matrices packed
-        into one parameter: 3 for queries, keys and values, else 1, and 0 in groups without Muon.
+        Groups with `num_matrices`, the number of matrices packed into one parameter: 3 for queries,
+        keys and values, else 1, and 0 in groups without Muon.
     """
-    parameters = dict(model.named_parameters())
-    found = {name: re.search(r"(?:^|\.)blocks\.(\d+)\.", name) for name in parameters}
-    # Only trainable parameters count: the depth is that of the last trained block.
-    block_numbers = {
-        name: int(match[1])
-        for name, match in found.items()
-        if match and parameters[name].requires_grad
-    }
+    kernels = [name for name, parameter in model.named_parameters() if parameter.ndim == 4]
+    trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
+    found = {name: re.search(r"(?:^|\.)blocks\.(\d+)\.", name) for name in trained}
+    block_numbers = {name: int(match[1]) for name, match in found.items() if match}
     depth = max(block_numbers.values(), default=-1) + 1
-    kernels = [name for name, parameter in parameters.items() if parameter.ndim == 4]
 
     groups: dict[tuple[int, bool, int], dict[str, Any]] = {}
-    for name, parameter in parameters.items():
-        if not parameter.requires_grad:
-            continue
+    for name, parameter in trained.items():
         is_embedding = name.endswith(_EMBEDDINGS)
         if name in block_numbers:
             layer = block_numbers[name] + 1
@@ -131,14 +122,9 @@ def parameter_groups(
 def schedule_factor(
     step: float, *, name: ScheduleName, warmup_steps: int, total_steps: int
 ) -> float:
-    """Return the factor of the learning rate in a step.
-
-    Args:
-        step: Number of the step, from 0. In a shortened run, its place in the full one.
-        name: Shape of the fall. "constant-cooldown" stays at 1 until the last quarter, then falls
-            linearly.
-        warmup_steps: Steps in which the factor rises linearly to 1.
-        total_steps: Number of steps. The factor reaches 0 after the last one.
+    """Return the factor of the learning rate in a step, counted from 0; in a shortened run, in its
+    place in the full one. The factor rises linearly to 1 in `warmup_steps`, and is 0 after the last
+    step. "constant-cooldown" stays at 1 until the last quarter, then falls linearly.
     """
     if step < warmup_steps:
         return (step + 1) / (warmup_steps + 1)

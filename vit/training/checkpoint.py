@@ -8,14 +8,14 @@ carries the checksum, so that one rename makes content and checksum appear toget
 import hashlib
 import io
 import re
-from collections.abc import Callable
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from vit.runtime.files import TEMPORARIES, compute_sha256, read_tensors, remove, write_atomically
+from vit.runtime.files import compute_sha256, read_tensors, remove, write_atomically
 
 # the global step and the first digits of the SHA-256
 _NAME = re.compile(r"step-(\d+)-([0-9a-f]{16})\.pt")
@@ -31,25 +31,14 @@ def serialize_state(state: dict[str, Any]) -> memoryview:
 
 @dataclass(frozen=True)
 class CheckpointStore:
-    """A run's checkpoints: the last two, so that a damaged last one has a fallback, and the best.
-
-    Args:
-        directory: Their directory, made when the first checkpoint is saved.
-    """
+    """A run's last two checkpoints, so that a damaged last one has a fallback, in a directory that
+    is made when the first one is saved."""
 
     directory: Path
 
-    def save(self, content: memoryview, *, step: int, best_step: int) -> Path:
-        """Write a checkpoint, delete those that are no longer kept, and return its path.
-
-        Args:
-            content: See `serialize_state`.
-            step: Global step after which the state was taken.
-            best_step: Step of the best model so far, whose checkpoint stays; 0 for none.
-
-        Raises:
-            OSError: It can't be written. The earlier checkpoints are as they were.
-        """
+    def save(self, content: memoryview, *, step: int) -> Path:
+        """Write the state after a global step, delete checkpoints that are no longer kept, and
+        return its path. If it raises OSError, the earlier checkpoints are as they were."""
         self.directory.mkdir(parents=True, exist_ok=True)
         digest = hashlib.sha256(content).hexdigest()
         path = self.directory / f"step-{step:08d}-{digest[:16]}.pt"
@@ -60,28 +49,15 @@ class CheckpointStore:
         for number, old in checkpoints:
             # Later checkpoints, or another one of this step, are from before the run fell back to
             # an earlier checkpoint.
-            is_superseded = number > step or (number == step and old != path)
-            if is_superseded or number not in {best_step, *last_two}:
+            if number not in last_two or (number == step and old != path):
                 remove(old)
-        # A process that was killed, or failed, while writing has left these.
-        for leftover in self.directory.glob(TEMPORARIES):
-            remove(leftover)
         return path
 
-    def load(
-        self, step: int | None = None, *, warn: Callable[[str], None]
-    ) -> dict[str, Any] | None:
-        """Load the newest intact checkpoint, or that of one step; None if there is no checkpoint.
-
-        Args:
-            step: Global step of the checkpoint.
-            warn: Function that gets a sentence for each damaged checkpoint.
-
-        Raises:
-            ValueError: All are damaged.
-        """
-        paths = [path for number, path in self._list() if step in (None, number)]
-        for path in reversed(paths):
+    def load(self) -> dict[str, Any] | None:
+        """Load the newest intact checkpoint; None if there is none. Warns of damaged ones, and
+        raises ValueError if all are."""
+        checkpoints = self._list()
+        for _, path in reversed(checkpoints):
             try:
                 # Its name says the checksum.
                 if compute_sha256(path).startswith(path.stem.rpartition("-")[2]):
@@ -91,15 +67,15 @@ class CheckpointStore:
                 raise
             except (OSError, ValueError):
                 pass
-            warn(f"checkpoint {path.name} is damaged and is passed over")
-        if paths and step is None:
+            warnings.warn(f"checkpoint {path.name} is damaged and is passed over", stacklevel=2)
+        if checkpoints:
             raise ValueError(
                 f"every checkpoint in {self.directory} is damaged; start again with --overwrite"
             )
         return None
 
     def _list(self) -> list[tuple[int, Path]]:
-        """(global step, file) of every checkpoint, oldest first."""
+        """Return the global step and the file of each checkpoint, oldest first."""
         # Not glob, for which a directory that may not be read is empty.
         paths = self.directory.iterdir() if self.directory.is_dir() else ()
         matches = [(_NAME.fullmatch(path.name), path) for path in paths]

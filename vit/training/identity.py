@@ -23,13 +23,8 @@ _COUNTED = {
 
 
 def identify_run(config: Config, fingerprint: str, passed: Mapping[str, object]) -> dict[str, Any]:
-    """Return what is equal for two runs exactly if one may continue the other.
-
-    Args:
-        config: Configuration of the run.
-        fingerprint: Fingerprint of its training images.
-        passed: Objects from Python, or None, by the names of the arguments of `vit.train`.
-    """
+    """Return what is equal for two runs exactly if one may continue the other. `passed` has the
+    objects from Python, or None, by the names of the arguments of `vit.train`."""
     counted: dict[str, Any] = {"the fingerprint of the training images": fingerprint}
     for section, values in plain_values(config).items():
         names = _COUNTED.get(section, " ".join(values)).split()

@@ -11,8 +11,6 @@ from typing import Any
 from torch import nn
 
 from vit.runtime.arguments import replace_control_characters
-from vit.runtime.background_writer import BackgroundWriter
-from vit.runtime.metrics_file import METRICS_FILE, append_metrics
 from vit.runtime.numbers import format_percent
 from vit.runtime.progress import Advance, show_progress
 
@@ -20,8 +18,6 @@ from vit.runtime.progress import Advance, show_progress
 LOG_EVERY_STEPS = 20
 # Seconds between updates of the progress bar: reading a result waits for the device.
 _DISPLAY_SECONDS = 0.5
-# Measures of the images that are right, in the order of their use.
-_ACCURACIES = {"map": "mAP", "top1": "top-1", "exact_match": "exact match"}
 
 
 class Observer:
@@ -29,8 +25,7 @@ class Observer:
     that you need.
 
     If `on_step` or `on_epoch` returns True, the run saves its state and ends;
-    `resume` continues it. An observer that raises an exception is not called
-    again, and training goes on without it.
+    `resume` continues it. An exception ends the run as it is.
 
     Example:
         >>> class Stop(vit.Observer):
@@ -38,8 +33,6 @@ class Observer:
         ...         return metrics["val_top1"] > 0.9
         >>> vit.train("digits", output="runs/digits", callbacks=[Stop()])
     """
-
-    is_essential = False  # True: the run ends if this observer fails
 
     def on_start(self, *, step: int, total_steps: int, settings: Mapping[str, Any]) -> None:
         """The run begins, or goes on after `step` steps. `settings` has the
@@ -63,34 +56,11 @@ class Observer:
         """The run has ended or was stopped, also by an error."""
 
 
-class MetricsFile(Observer):
-    """Writes `metrics.jsonl`, with one object for each epoch, by the writer of the run's files; or
-    at once without one."""
-
-    is_essential = True
-
-    def __init__(self, directory: Path, writer: BackgroundWriter | None = None) -> None:
-        self.path = directory / METRICS_FILE
-        self._writer = writer
-
-    def on_epoch(self, metrics: dict[str, Any], model: nn.Module) -> None:
-        # A copy, because other observers get the same dictionary.
-        append = partial(append_metrics, self.path, dict(metrics))
-        if self._writer is None:
-            append()
-        else:
-            self._writer.submit(append)
-
-
 class ProgressBar(Observer):
-    """Shows a bar with loss, accuracy, images/s and time left, in a terminal only; and a line for
-    each evaluation.
+    """Shows a bar with loss, images/s and time left, in a terminal only; and a line for each
+    evaluation. The number of validation images tells the digits of an accuracy."""
 
-    Args:
-        num_validation: Number of validation images, which tells the digits of an accuracy.
-    """
-
-    def __init__(self, num_validation: int = 0) -> None:
+    def __init__(self, num_validation: int) -> None:
         self._percent = partial(format_percent, count=num_validation)
         self._context = ExitStack()
         self._advance: Advance  # set by `on_start`
@@ -104,20 +74,19 @@ class ProgressBar(Observer):
         title = None
         if time.perf_counter() - self._displayed_at > _DISPLAY_SECONDS:
             self._displayed_at = time.perf_counter()
-            name = next(name for name in _ACCURACIES if name in metrics)
             title = (
-                f"epoch {metrics['epoch']}  loss {metrics['loss']:.3f}  {_ACCURACIES[name]}"
-                f" {100 * metrics[name]:.0f} %  {metrics['images_per_second']:,.0f} images/s"
+                f"epoch {metrics['epoch']}  loss {metrics['loss']:.3f}"
+                f"  {metrics['images_per_second']:,.0f} images/s"
             )
         self._advance(1, title)
 
     def on_epoch(self, metrics: dict[str, Any], model: nn.Module) -> None:
         line = f"epoch {metrics['epoch']}  loss {metrics['train_loss']:.3f}"
         if metrics["val_loss"] is not None:
-            name = next(name for name in _ACCURACIES if f"val_{name}" in metrics)
+            name, title = ("map", "mAP") if "val_map" in metrics else ("top1", "top-1")
             line += (
                 f"  validation loss {metrics['val_loss']:.3f}"
-                f"  {_ACCURACIES[name]} {self._percent(metrics[f'val_{name}'])}"
+                f"  {title} {self._percent(metrics[f'val_{name}'])}"
                 f"  macro F1 {self._percent(metrics['val_macro_f1'])}"
             )
         line += f"  {metrics['images_per_second']:,.0f} images/s"
@@ -130,3 +99,39 @@ class ProgressBar(Observer):
 
     def on_end(self) -> None:
         self._context.close()
+
+
+class TensorBoard(Observer):
+    """Writes curves for TensorBoard, into the folder `tensorboard` of a run. Those of a resumed run
+    go on from its checkpoint."""
+
+    def __init__(self, run_directory: Path) -> None:
+        self.directory = run_directory / "tensorboard"
+        self.writer: Any = None  # a SummaryWriter; torch's types lack half of it
+
+    def on_start(self, *, step: int, total_steps: int, settings: Mapping[str, Any]) -> None:
+        # takes a second to import
+        from torch.utils.tensorboard import SummaryWriter
+
+        purge_step = None
+        if step:
+            # Lines that a killed process logged after its last checkpoint are replaced.
+            purge_step = step + 1
+            # Files are read in the order of their names, which begin with the second.
+            time.sleep(1)
+        self.writer = SummaryWriter(str(self.directory), purge_step=purge_step)
+
+    def on_step(self, metrics: dict[str, Any]) -> None:
+        if metrics["step"] % LOG_EVERY_STEPS == 0:
+            for name in ("loss", "gradient_norm", "learning_rate"):
+                self.writer.add_scalar(f"step/{name}", float(metrics[name]), metrics["step"])
+
+    def on_epoch(self, metrics: dict[str, Any], model: nn.Module) -> None:
+        for key, value in metrics.items():
+            if key not in ("epoch", "step") and value is not None:
+                self.writer.add_scalar(f"epoch/{key}", value, metrics["step"])
+        self.writer.flush()
+
+    def on_end(self) -> None:
+        if self.writer is not None:
+            self.writer.close()

@@ -15,14 +15,9 @@ _MIN_EPOCHS = 4
 
 
 class Phase(NamedTuple):
-    """A part of a run whose batches and steps are of one kind.
-
-    Attributes:
-        end: Step before which it ends.
-        image_size: (height, width); None for the data's own size.
-        patch_drop_rate: Fraction of the patches that a step drops.
-        mixes: Mixup and cutmix are applied.
-    """
+    """A part of a run whose batches and steps are of one kind: the step before which it ends, the
+    (height, width) of its images or None for the data's own, the fraction of the patches that a
+    step drops, and whether mixup and cutmix are applied."""
 
     end: int
     image_size: tuple[int, int] | None
@@ -36,8 +31,6 @@ class TrainingPlan:
 
     Args:
         settings: Settings of the training loop. What follows is computed from them.
-        steps_per_epoch: Batches of an epoch.
-        total_steps: Step after which the run ends.
         batch_size: Images of a step, over all processes.
         image_sizes: Pairs (end, (height, width)), where `end` is a fraction of the run; empty for
             the data's own size.
@@ -84,12 +77,10 @@ class Progress:
     they are all that is needed to continue.
 
     Attributes:
-        step: Steps of the whole run so far.
         total_steps: Steps that fit into the time; None: those of the plan.
         best_step: Step of the best model; 0: there is no model yet, or that of before the first.
         best: Measures of the best model on the validation images, by name.
-        epoch_sums: Sums over the current epoch, on the device until it ends: losses of finite
-            steps, correct images, number of finite steps.
+        epoch_sums: Sums over the current epoch, on the device: losses of the steps, right images.
     """
 
     epoch: int = 0
@@ -101,7 +92,7 @@ class Progress:
     elapsed_seconds: float = 0.0
     epoch_seconds: float = 0.0
     epoch_sums: Tensor = dataclasses.field(
-        default_factory=lambda: torch.zeros(3, dtype=torch.float64)
+        default_factory=lambda: torch.zeros(2, dtype=torch.float64)
     )
 
     @property

@@ -11,13 +11,8 @@ from vit.training.run import Run
 
 
 def print_plan(run: Run, choices: dict[str, str], *, resumed: bool) -> None:
-    """Show what a run will do, its unreadable images and its warnings on standard error.
-
-    Args:
-        run: The run, before it starts.
-        choices: Values that were chosen for the images, with reasons, by name.
-        resumed: The run continues; then there are no warnings.
-    """
+    """Show what a run will do, its unreadable images and its warnings on standard error; no
+    warnings of a run that is `resumed`. `choices` are the reasons of what was chosen, by name."""
     console = build_console(stderr=True)
     rows = {"output": str(run.trainer.checkpoints.directory.parent)}
     rows |= summarize_run(run) | choices
@@ -71,9 +66,6 @@ def summarize_run(run: Run) -> dict[str, str]:
     }
     if data.class_balance != "none":
         facts["class balance"] = data.class_balance
-    if data.preprocess.value_range is not None:
-        low, high = data.preprocess.value_range
-        facts["values"] = f"{low:g} to {high:g} become black to white (data.value_range)"
     if run.probe is not None:
         facts["probe"] = run.probe.description
         if run.probe.curve is not None:

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import vit  # its folder holds the recipes
 from vit.config import Config
@@ -14,20 +13,9 @@ from vit.runtime.places import explain_file, suggest
 ConfigLike = str | Path | Mapping[str, object] | Config
 
 
-class Recipe(NamedTuple):
-    """The comment at the start of a packaged recipe."""
-
-    task: str
-    accuracy: str
-    time: str
-
-
 def names_images(source: ConfigLike | None) -> bool:
-    """Return whether a user named images, for which a configuration is to be chosen.
-
-    Raises:
-        ValueError: It is an archive or a document.
-    """
+    """Return whether a user named images, for which a configuration is to be chosen. Raises
+    ValueError if it is an archive or a document."""
     if not isinstance(source, str | Path):
         return False
     is_yaml = Path(source).suffix in (".yaml", ".yml")
@@ -43,11 +31,7 @@ def names_images(source: ConfigLike | None) -> bool:
 
 def find_recipe(name: str | Path) -> Path:
     """Return the configuration file `name`, or the packaged recipe of that name, such as
-    "cifar10/cpu".
-
-    Raises:
-        FileNotFoundError: There is neither; the error lists the recipes.
-    """
+    "cifar10/cpu". Raises FileNotFoundError, which lists the recipes, if there is neither."""
     # A path comes before a recipe of the same name.
     path = Path(name)
     if path.suffix in (".yaml", ".yml") or (path.is_file() and path.suffix in ("", ".json")):
@@ -64,18 +48,16 @@ def find_recipe(name: str | Path) -> Path:
     return recipe
 
 
-def list_recipes() -> dict[str, Recipe]:
-    """Return the packaged recipes whose comment has a result, by name."""
+def list_recipes() -> dict[str, str]:
+    """Return the first sentence of each packaged recipe, by name."""
     folder = _recipe_folder()
     recipes = {}
     for path in sorted(folder.rglob("*.yaml")):
         lines = read_text(path).splitlines()
         comment = " ".join(line[2:] for line in lines if line.startswith("# "))
-        accuracy = re.search(r"([\d.]+(?: ± [\d.]+)? %) test top-1", comment)
-        time = re.search(r"(\d+ s to \d+ s|\d+ s)\b", comment)
-        if accuracy and time:
-            name = path.relative_to(folder).with_suffix("").as_posix()
-            recipes[name] = Recipe(re.split(r"[.:] ", comment)[0], accuracy[1], time[1])
+        recipes[path.relative_to(folder).with_suffix("").as_posix()] = re.split(r"[.:] ", comment)[
+            0
+        ]
     return recipes
 
 

@@ -19,35 +19,30 @@ def resolve_config(
     resume: bool,
     passed: Sequence[str] = (),
 ) -> Config | None:
-    """Find the configuration of a run. None for images, for which one is to be chosen.
+    """Find the configuration of a run in `directory`. None for images, for which one is to be
+    chosen. Raises ValueError or OSError if there is none, or it is wrong.
 
     Args:
         source, resume: See `config` and `resume` of `vit.train`.
-        directory: Directory of the run.
-        overrides: See `vit.config.list_overrides`.
         passed: Names of the arguments that bring images or a model from Python.
-
-    Raises:
-        ValueError, OSError: There is no configuration, it is wrong, or it doesn't fit `passed`.
     """
     saved = directory / CONFIG_FILE
     continues = resume and saved.exists()
-    if names_images(source):
+    is_images = names_images(source)
+    if continues and (is_images or source is None):
+        source = saved
+    elif is_images:
         assert isinstance(source, str | Path)
-        if not continues:
-            if passed:
-                raise ValueError(
-                    "a configuration is chosen for images and models that are named; "
-                    "name a recipe to pass them from Python"
-                )
-            check_not_inside(directory, expand_home(source))
-            return None
-        source = saved
+        if passed:
+            raise ValueError(
+                "a configuration is chosen for images and models that are named; name a recipe to"
+                " pass them from Python"
+            )
+        check_not_inside(directory, expand_home(source))
+        return None
     elif source is None:
-        if not continues:
-            usage = "vit train PHOTOS or CONFIG [key.path=value …] --output DIR"
-            raise ValueError(f"which configuration? {usage}")
-        source = saved
+        usage = "vit train PHOTOS or CONFIG [key.path=value …] --output DIR"
+        raise ValueError(f"which configuration? {usage}")
     elif isinstance(source, Config):
         source = plain_values(source)
     elif not isinstance(source, Mapping):

@@ -3,7 +3,6 @@
 import math
 import os
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from vit.config import Config
-from vit.data.loader import TrainLoader
 from vit.data.splits import DatasetSplits
 from vit.data.statistics import compute_class_weights
 from vit.data.workers import Transform
@@ -33,7 +31,7 @@ from vit.training.identity import compute_run_id, identify_run
 from vit.training.losses import Loss, StepLoss, build_loss
 from vit.training.model import build_model, check_user_model
 from vit.training.model_writer import write_bundle
-from vit.training.observers import MetricsFile, Observer, ProgressBar
+from vit.training.observers import Observer, ProgressBar, TensorBoard
 from vit.training.plan import TrainingPlan
 from vit.training.probe import (
     FittedProbe,
@@ -43,7 +41,6 @@ from vit.training.probe import (
     is_probe_alone,
     uses_probe,
 )
-from vit.training.tensorboard import TensorBoard
 from vit.training.tokens import keep_tokens
 from vit.training.train_step import TrainStep
 from vit.training.trainer import Trainer
@@ -67,14 +64,12 @@ class Run:
     Attributes:
         data: Its images, and its configuration with the image size and the pipeline that were
             chosen. Whoever resumes the run takes the same ones, whatever memory is free then.
-        image_loader: Loader of pictures, where the batches of the trainer hold tokens.
         probe: Probe that the model starts from, if there is one.
         uncut_model: Model that the probe was fitted on, where nothing is trained after it.
     """
 
     data: TrainingData
     trainer: Trainer
-    image_loader: TrainLoader
     probe: FittedProbe | None
     uncut_model: nn.Module | None
 
@@ -94,18 +89,15 @@ def build_run(
     transform: Transform | None = None,
     user_model: nn.Module | None = None,
     loss: Loss | None = None,
-    observers: Sequence[Observer] | None = None,
     resume: bool = False,
 ) -> Run:
     """Build a training run, ready to start or to resume.
 
     Args:
-        config: Configuration of the run.
         directory: Directory of the run.
         device_name: Device of this process, such as "cuda:1".
         splits: The images, where they are open already.
         transform, user_model, loss: Objects from Python. See `vit.train`.
-        observers: Observers of the run. None: a progress bar, the metrics file and TensorBoard.
         resume: The run in `directory` goes on, if it has left a checkpoint.
     """
     if loss is not None and is_probe_alone(config):
@@ -143,17 +135,14 @@ def build_run(
         model = build_probed_model(config, model, probe.probe).to(device)
     data, tokens = keep_tokens(config, model, data, device=device, transform=transform)
     config = data.config
+    batches = build_train_loader(data, device=device, transform=transform, tokens=tokens)
 
-    build_loader = partial(build_train_loader, data, device=device, transform=transform)
-    image_loader = train_loader = build_loader()
-    if tokens is not None:
-        train_loader = build_loader(tokens=tokens)
     is_multilabel = data.train.is_multilabel
     plan = build_plan(
         config,
         model,
-        steps_per_epoch=len(train_loader),
-        batch_size=train_loader.batch_size,
+        steps_per_epoch=len(batches),
+        batch_size=batches.batch_size,
         multilabel=is_multilabel,
     )
     class_weights = None
@@ -171,36 +160,31 @@ def build_run(
     train_step = build_train_step(
         config, model, plan=plan, device=device, loss=step_loss, is_capturable=loss is None
     )
-
-    writer = BackgroundWriter()
-    if observers is None:
-        observers = [
-            ProgressBar(len(data.validation or ())),
-            MetricsFile(directory, writer),
-            TensorBoard(directory, image_loader),
-        ]
     passed = {"transform": transform, "model": user_model, "loss": loss}
     identity = identify_run(config, data.train.fingerprint, passed)
-    write_model = partial(
-        write_bundle,
-        directory=directory,
-        data=data,
-        run_id=compute_run_id(identity),
-        writer=writer,
-    )
+    writer = BackgroundWriter()
+    observers: list[Observer] = []
+    if current_process().is_main:
+        observers += [ProgressBar(len(data.validation or ())), TensorBoard(directory)]
     trainer = Trainer(
         train_step=train_step,
         plan=plan,
-        train_batches=train_loader,
+        train_batches=batches,
         data=data,
         checkpoints=checkpoints,
-        write_model=write_model,
-        observers=list(observers) if current_process().is_main else [],
+        write_model=partial(
+            write_bundle,
+            directory=directory,
+            data=data,
+            run_id=compute_run_id(identity),
+            writer=writer,
+        ),
+        observers=observers,
         identity=identity,
         writer=writer,
         keeps_first_model=uses_probe(config),
     )
-    return Run(data, trainer, image_loader, probe, uncut_model)
+    return Run(data, trainer, probe, uncut_model)
 
 
 def build_plan(
@@ -259,14 +243,7 @@ def build_train_step(
     is_ours = isinstance(model, VisionTransformer)
     compiles = isinstance(model, VisionTransformer) and _compile(config, model, plan, device)
     optimizer = create_optimizer(
-        config.optimizer.name,
-        model,
-        lr=config.optimizer.lr,
-        weight_decay=config.optimizer.weight_decay,
-        betas=config.optimizer.betas,
-        layer_decay=config.optimizer.layer_decay,
-        muon_lr=config.optimizer.muon_lr,
-        muon_dtype=getattr(torch, precision),
+        model=model, muon_dtype=getattr(torch, precision), **config.optimizer.model_dump()
     )
     # A short run may end before a warm-up of whole epochs would.
     warmup_steps = round(config.schedule.warmup_epochs * plan.steps_per_epoch)
@@ -276,14 +253,13 @@ def build_train_step(
         warmup_steps=min(warmup_steps, max(plan.total_steps - 1, 0)),
         total_steps=plan.total_steps,
     )
-    grad_accum_steps = train.grad_accum_steps
-    if grad_accum_steps == "auto":
-        batch_size = plan.batch_size // world_size
-        grad_accum_steps = count_parts(model, config.data.size, batch_size, device=device)
     # Several processes share the cores already, and compiled code keeps Python's lock.
     threads = None
     if world_size == 1 and not compiles:
         threads = choose_threads(model, device=device)
+    grad_accum_steps = train.grad_accum_steps
+    if grad_accum_steps == "auto":
+        grad_accum_steps = _count_parts(config, model, plan.batch_size // world_size, device)
     return TrainStep(
         parallel_model,
         optimizer,
@@ -300,31 +276,27 @@ def build_train_step(
     )
 
 
-def count_parts(
-    model: nn.Module, image_size: tuple[int, int], batch_size: int, *, device: torch.device
-) -> int:
+def choose_threads(model: nn.Module, *, device: torch.device) -> BatchThreads | None:
+    """Return threads that divide a batch, for our models on a CPU with several cores, or None.
+    Other models may compute something of the whole batch, or draw from torch's own generator."""
+    is_ours = isinstance(model, VisionTransformer)
+    if is_ours and device.type == "cpu" and torch.get_num_threads() > 1:
+        return BatchThreads()
+    return None
+
+
+def _count_parts(config: Config, model: nn.Module, batch_size: int, device: torch.device) -> int:
     """Choose the number of parts of a batch: for our models on a CPU parts whose widest activation,
     the MLP's hidden one, stays in its caches. Elsewhere the batch is one part."""
     if device.type != "cpu" or not isinstance(model, VisionTransformer):
         return 1
+    height, width = config.data.size
     patch_height, patch_width = model.patch_embed.patch_size
-    tokens = (image_size[0] // patch_height) * (image_size[1] // patch_width)
+    num_patches = (height // patch_height) * (width // patch_width)
     widths = [m.out_features for m in model.blocks[0].modules() if isinstance(m, nn.Linear)]
-    image_bytes = _BYTES_PER_VALUE * tokens * max(widths)
+    image_bytes = _BYTES_PER_VALUE * num_patches * max(widths)
     part_size = max(_CACHE_BYTES * torch.get_num_threads() // image_bytes, 1)
     return -(-batch_size // part_size)
-
-
-def choose_threads(model: nn.Module, *, device: torch.device) -> BatchThreads | None:
-    """Return threads that divide a batch, for our models on a CPU with several cores, or None."""
-    # Other models may compute something of the whole batch.
-    is_ours = isinstance(model, VisionTransformer)
-    if device.type != "cpu" or torch.get_num_threads() == 1 or not is_ours:
-        return None
-    # Dropout draws from torch's own generator, and the order of threads is not fixed.
-    if any(isinstance(module, nn.Dropout) and module.p for module in model.modules()):
-        return None
-    return BatchThreads()
 
 
 def _compile(
@@ -338,9 +310,8 @@ def _compile(
         # forward.
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         num_tokens = math.prod(model.grid_size) + model.num_prefix_tokens
-        step_flops = 6 * num_parameters * num_tokens * plan.batch_size
-        num_forms = len(plan.image_sizes) or 1
-        compiles = step_flops * plan.total_steps / num_forms >= _WORTHWHILE_FLOPS
+        flops = 6 * num_parameters * num_tokens * plan.batch_size * plan.total_steps
+        compiles = flops >= _WORTHWHILE_FLOPS * max(len(plan.image_sizes), 1)
     if compiles:
         # torch's own choice is the folder for temporary files, which is emptied now and then.
         cache = (config.data.cache_dir or default_cache_dir()) / "compiled"

@@ -13,11 +13,12 @@ CONFIG_FILE = "config.yaml"
 _LOCK_FILE = ".lock"
 FIRST_BATCH_FILE = "first_batch.png"
 CURVE_FILE = "learning_curve.json"
+_CHECKPOINTS = "checkpoints"
 # Measurements of a run. A run that starts anew in its directory removes them.
 _RESULT_FILES = (METRICS_FILE, "tensorboard", PREDICTIONS_FILE, OUT_OF_FOLD_FILE, CURVE_FILE)
 # Files that a run writes and --overwrite removes. Other files in the directory stay. The
 # configuration comes last: without it the others would not be known as a run's.
-_RUN_FILES = (*_RESULT_FILES, "model.safetensors", "checkpoints", FIRST_BATCH_FILE, CONFIG_FILE)
+_RUN_FILES = (*_RESULT_FILES, "model.safetensors", _CHECKPOINTS, FIRST_BATCH_FILE, CONFIG_FILE)
 
 
 @contextmanager
@@ -25,9 +26,8 @@ def open_run_directory(path: Path, *, resume: bool, overwrite: bool) -> Iterator
     """Create and lock a directory for one run, for as long as the context lasts. `resume` and
     `overwrite` allow a run that is there.
 
-    Raises:
-        FileExistsError: The directory holds something that may not be touched, or is a file.
-        ValueError: Another process trains into it.
+    Raises FileExistsError if it holds something that may not be touched, or is a file; ValueError
+    if another process trains into it.
     """
     is_new = not path.exists()
     path.mkdir(parents=True, exist_ok=True)
@@ -40,7 +40,7 @@ def open_run_directory(path: Path, *, resume: bool, overwrite: bool) -> Iterator
                 " --overwrite"
             )
         # A run can go on from its checkpoints alone, and a job's log may lie there.
-        if not holds_run and not (resume and (path / "checkpoints").exists()):
+        if not holds_run and not (resume and (path / _CHECKPOINTS).exists()):
             ours = [path / _LOCK_FILE, path / FIRST_BATCH_FILE, *path.glob(TEMPORARIES)]
             foreign = {entry.name for entry in set(path.iterdir()).difference(ours)}
             if resume:
@@ -51,8 +51,9 @@ def open_run_directory(path: Path, *, resume: bool, overwrite: bool) -> Iterator
                     " --output"
                 )
         # A run that was killed has left them; nobody else writes here.
-        for temporary in path.glob(TEMPORARIES):
-            remove(temporary)
+        for folder in (path, path / _CHECKPOINTS):
+            for temporary in folder.glob(TEMPORARIES):
+                remove(temporary)
         try:
             yield
         except BaseException:

@@ -3,11 +3,12 @@
 import multiprocessing
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from types import NoneType
 from typing import Any
 
+import torch
 import yaml
 from torch import nn
 
@@ -20,7 +21,7 @@ from vit.runtime.files import expand_home, format_json, write_atomically
 from vit.runtime.processes import join_processes
 from vit.training.automatic import choose_config
 from vit.training.cross_validation import FOLDS_KEYS, check_folds, cross_validate_run
-from vit.training.data import build_dataset
+from vit.training.data import build_dataset, build_train_loader
 from vit.training.losses import Loss
 from vit.training.model_answers import complete_model_file
 from vit.training.observers import Observer
@@ -28,7 +29,7 @@ from vit.training.print_plan import print_plan
 from vit.training.recipe import ConfigLike, names_images
 from vit.training.resolve import resolve_config
 from vit.training.result import TrainingResult
-from vit.training.run import build_run
+from vit.training.run import Run, build_run
 from vit.training.run_directory import (
     CONFIG_FILE,
     CURVE_FILE,
@@ -36,7 +37,9 @@ from vit.training.run_directory import (
     clear_run_directory,
     open_run_directory,
 )
-from vit.training.tensorboard import save_first_images
+
+# images of the first batch that --dry-run shows
+_BATCH_IMAGES = 64
 
 
 @check_minimum(minutes=0.01, folds=2)
@@ -160,6 +163,8 @@ def train(
         raise ValueError(
             "--minutes is for a configuration that is chosen for images; others have train.epochs"
         )
+    if isinstance(group_by, str) and group_by.isdecimal():
+        group_by = int(group_by)
     directory = expand_home(output)
     # These arguments stand for keys of the configuration.
     keys: dict[str, Any] = {
@@ -176,10 +181,8 @@ def train(
         keys |= {"train.label_smoothing": 0, "train.class_balance": "none"}
     if folds is not None:
         keys |= FOLDS_KEYS
-    if isinstance(group_by, str) and group_by.isdecimal():
-        keys["data.group_by"] = int(group_by)
-    given = {key: value for key, value in keys.items() if value is not None}
-    all_overrides = given | list_overrides(overrides)
+    all_overrides = {key: value for key, value in keys.items() if value is not None}
+    all_overrides |= list_overrides(overrides)
     passed = [name for name, value in (("dataset", dataset), ("model", model)) if value is not None]
     resolved = resolve_config(config, directory, all_overrides, resume=resume, passed=passed)
     is_chosen = resolved is None
@@ -229,7 +232,7 @@ def train(
         if show_plan and process.is_main:
             print_plan(run, reasons, resumed=is_resumed)
         if dry_run:
-            save_first_images(run.image_loader, directory / FIRST_BATCH_FILE)
+            _save_first_batch(run, directory / FIRST_BATCH_FILE, transform=transform)
             return TrainingResult(directory, steps=0, seconds=0.0, best_top1=None)
 
         progress = trainer.train()
@@ -249,6 +252,22 @@ def train(
         module=model,
         passed_images=run.data.splits if dataset is not None else None,
     )
+
+
+def _save_first_batch(run: Run, path: Path, *, transform: Transform | None) -> None:
+    """Write the first training images as the model gets them, augmented, as one picture."""
+    # a second to import
+    from torchvision.utils import save_image
+
+    device = run.trainer.train_step.device
+    loader = build_train_loader(run.data, device=device, transform=transform)
+    with closing(loader):
+        images = next(loader.epoch(0)).images[:_BATCH_IMAGES].float().cpu()
+    mean = torch.tensor(loader.preprocess.mean).view(3, 1, 1)
+    std = torch.tensor(loader.preprocess.std).view(3, 1, 1)
+    images = (images * std + mean).clamp(0, 1)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, lambda file: save_image(images, file, format="png", nrow=8))
 
 
 def _refuse_bootstrapping() -> None:

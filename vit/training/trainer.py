@@ -8,12 +8,9 @@ in any order.
 """
 
 import contextlib
-import copy
 import dataclasses
 import math
 import time
-import traceback
-import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -26,12 +23,12 @@ from torch import Tensor, nn
 from vit.config import list_overrides, plain_values
 from vit.data.loader import Batch, TrainLoader
 from vit.data.random import seed_step
-from vit.runtime.arguments import first_line
 from vit.runtime.background_writer import BackgroundWriter
+from vit.runtime.metrics_file import METRICS_FILE, append_metrics
 from vit.runtime.processes import current_process
 from vit.training.checkpoint import CheckpointStore, serialize_state
 from vit.training.data import TrainingData
-from vit.training.identity import check_same_run, compute_run_id
+from vit.training.identity import check_same_run
 from vit.training.observers import LOG_EVERY_STEPS, Observer
 from vit.training.plan import Progress, TrainingPlan
 from vit.training.signals import TrainingInterrupted, stop_on_signals
@@ -49,9 +46,8 @@ class Trainer:
 
     Args:
         write_model: Keeps a model, the best so far, and its step.
-        observers: Observers of the run; in the main process only.
+        observers: In the main process only.
         identity: See `identify_run`.
-        writer: Writes checkpoints and other files in the background.
         keeps_first_model: The model before the training, a probe, is the first best model.
         seconds_before: Seconds of `train.max_minutes` that passed before the training.
     """
@@ -70,18 +66,16 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.process = current_process()
-        self.run_id = compute_run_id(self.identity)
         self.progress = Progress()
-        # `plan` and the step's schedule change if the time is too short for the full plan.
+        # `plan` changes if the time is too short for the full plan.
         self._full_plan = self.plan
-        self._full_lr_factor = self.train_step.lr_factor
         self._started_at = 0.0
         # time at which this process began to train, and the run's step at that time
         self._speed_start = (0.0, 0)
         self._stop_requested = False
         self._signalled = False
-        # step → whether it was finite; not read yet, because reading waits for the device
-        self._unchecked: dict[int, Tensor] = {}
+        # whether the last steps were finite; not read yet, because reading waits for the device
+        self._unchecked: list[Tensor] = []
         # step of the last checkpoint, and a future that is done when it is on disk
         self._saved_step: int | None = None
         self._saving: Future[None] | None = None
@@ -98,7 +92,7 @@ class Trainer:
         """
         progress = self.progress
         self._started_at = time.perf_counter() - progress.elapsed_seconds
-        with stop_on_signals(self._request_stop):
+        with stop_on_signals(self._stop_on_signal):
             try:
                 self._notify(
                     "on_start",
@@ -136,6 +130,11 @@ class Trainer:
                 self._notify("on_end")
         return progress
 
+    def _wait_for_files(self) -> None:
+        self.writer.wait()
+        # torchrun ends the others as soon as the first process ends with a code that is not 0.
+        self.process.wait()
+
     def _is_done(self) -> bool:
         return self.progress.step >= self.plan.total_steps
 
@@ -145,7 +144,7 @@ class Trainer:
         best = validate(self.data, model, self.train_step.device)
         if best is not None:
             measures = ", ".join(f"{name} {value:.3f}" for name, value in best.items())
-            self._message(f"linear probe: {measures} on the validation images")
+            self._notify("on_message", f"linear probe: {measures} on the validation images")
             # If a trained model is equally accurate it replaces the probe: with few images, and
             # with a loss that label smoothing has raised, the two can't be told apart.
             best = best | {"loss": math.inf}
@@ -175,12 +174,11 @@ class Trainer:
 
             progress.step += 1
             progress.step_in_epoch += 1
-            finite_loss = torch.where(result.finite, result.loss, 0)
-            progress.epoch_sums += torch.stack([finite_loss, result.correct, result.finite])
+            progress.epoch_sums += torch.stack([result.loss, result.correct])
             progress.epoch_seconds = time.perf_counter() - epoch_started_at
-            # The next batch is made while the device computes the step; `_log` may wait for it.
+            # The next batch is made while the device computes the step; a report may wait for it.
             batch = next(batches, None)
-            self._log(result)
+            self._report(result)
             self.writer.check()
             if self._stop_if_requested():
                 return False
@@ -191,7 +189,7 @@ class Trainer:
         return True
 
     def _batches(self) -> Iterator[Batch]:
-        """Return the remaining batches of the current epoch."""
+        """Yield the remaining batches of the current epoch, each phase of the plan by itself."""
         progress = self.progress
         first = progress.step - progress.step_in_epoch
         step = progress.step
@@ -203,8 +201,6 @@ class Trainer:
                 start_step=step - first,
                 image_size=phase.image_size,
                 mix=phase.mixes,
-                # Only the main process has observers; others name unreadable images, too.
-                on_warning=self._message if self.process.is_main else warnings.warn,
             )
             with contextlib.closing(batches):
                 for batch in batches:
@@ -228,7 +224,7 @@ class Trainer:
             return
         now = time.perf_counter()
         step_seconds = (now - started_at) / (step - start_step)
-        seconds = max(60 * max_minutes - self.seconds_before, 0.0)
+        seconds = 60 * max_minutes - self.seconds_before
         seconds_left = seconds - (now - self._started_at)
         total_steps = self.plan.total_steps
         if is_tenth or seconds_left < seconds * (1 - 1 / _NUM_SPEED_CHECKS):
@@ -236,45 +232,49 @@ class Trainer:
         total_steps = self.process.broadcast(min(total_steps, full_steps))
         if abs(total_steps / self.plan.total_steps - 1) > _MIN_LENGTH_CHANGE:
             if self.progress.total_steps is None:
-                self._message(
+                self._notify(
+                    "on_message",
                     f"shortened to about {total_steps:,} of {full_steps:,} steps, which fit into"
-                    f" {max_minutes:.2g} minutes"
+                    f" {max_minutes:.2g} minutes",
                 )
             self._set_length(total_steps)
             self._save()
 
     def _set_length(self, total_steps: int) -> None:
         """End after this number of steps. The learning rate falls faster accordingly."""
-        full_lr_factor = self._full_lr_factor
-        pace = self._full_plan.total_steps / total_steps
         self.plan = dataclasses.replace(self._full_plan, total_steps=total_steps)
-        self.train_step.lr_factor = lambda step: full_lr_factor(step * pace)
+        self.train_step.pace = self._full_plan.total_steps / total_steps
         self.progress.total_steps = total_steps
 
     def _finish_epoch(self) -> None:
         """Evaluate, keep the best model, notify the observers, save."""
         progress = self.progress
-        plan = self.plan
+        settings = self.plan.settings
         self._check_finite()
-        is_due = self._is_done() or (progress.epoch + 1) % plan.settings.evaluate_every_epochs == 0
+        is_due = self._is_done() or (progress.epoch + 1) % settings.evaluate_every_epochs == 0
         model = self.train_step.averaged_model.eval()
         measures = None
         if is_due:
             measures = validate(self.data, model, self.train_step.device)
 
         progress.elapsed_seconds = time.perf_counter() - self._started_at
-        loss_sum, num_correct, num_finite = progress.epoch_sums.tolist()
+        loss_sum, num_correct = progress.epoch_sums.tolist()
+        num_images = progress.step_in_epoch * self.plan.batch_size
         known = measures or {}
         metrics = {
             "epoch": progress.epoch + 1,
             "step": progress.step,
-            "train_loss": loss_sum / max(num_finite, 1),
-            f"train_{self._accuracy}": num_correct / (progress.step_in_epoch * plan.batch_size),
+            "train_loss": loss_sum / progress.step_in_epoch,
+            f"train_{self._accuracy}": num_correct / num_images,
             **{f"val_{name}": known.get(name) for name in ("loss", *list_measures(self.data))},
             **self._measure_speed(),
             "elapsed_seconds": progress.elapsed_seconds,
         }
-        if is_due and progress.record_best(measures, select_by=plan.settings.select_by):
+        if self.process.is_main:
+            # A copy, because observers get the same dictionary.
+            path = self.checkpoints.directory.parent / METRICS_FILE
+            self.writer.submit(partial(append_metrics, path, dict(metrics)))
+        if is_due and progress.record_best(measures, select_by=settings.select_by):
             self.write_model(model, progress.step)
         self._notify("on_epoch", metrics, model)
         progress.start_epoch()
@@ -295,64 +295,42 @@ class Trainer:
         # At most one unwritten checkpoint is in memory, and a crash loses only its steps.
         if self._saving is not None:
             self._saving.result()
-        checkpoint = {
-            "progress": vars(progress),
-            "state": self.train_step.state_dict(),
-            "identity": {"run_id": self.run_id, "settings": self.identity},
-        }
-        content = serialize_state(checkpoint)
-        save = partial(
-            self.checkpoints.save, content, step=progress.step, best_step=progress.best_step
+        content = serialize_state(
+            {
+                "progress": vars(progress),
+                "state": self.train_step.state_dict(),
+                "identity": self.identity,
+            }
         )
+        save = partial(self.checkpoints.save, content, step=progress.step)
         self._saving = self.writer.submit(save)
         self._saved_step = progress.step
 
-    def _wait_for_files(self) -> None:
-        """Wait, in all processes, until all files of the run are on disk. Otherwise torchrun would
-        end the others as soon as the first process ends with a code that is not 0."""
-        self.writer.wait()
-        self.process.wait()
-
     def resume(self) -> bool:
-        """Go back to the newest intact checkpoint. Returns False if there is none. The model file,
-        which may be of a later step, is written again from the best checkpoint.
+        """Go back to the newest intact checkpoint. Returns False if there is none.
 
         Raises:
             ValueError: The checkpoint is of another run.
         """
-        values = self._load_checkpoint()
+        values = None
+        if self.process.is_main:
+            values = self.checkpoints.load()
+        values = self.process.broadcast(values)
         if values is None:
             return False
-        progress = values["progress"]
-        origin = f"the checkpoint of step {progress['step']}"
-        check_same_run(self.identity, values["identity"]["settings"], origin=origin)
-        self.progress = Progress(**progress)
+        self.progress = Progress(**values["progress"])
         self._saved_step = self.progress.step
+        origin = f"the checkpoint of step {self._saved_step}"
+        check_same_run(self.identity, values["identity"], origin=origin)
         if self.progress.total_steps is not None:
             self._set_length(self.progress.total_steps)
         self.train_step.load_state_dict(values["state"])
-
-        best_step = self.progress.best_step
-        best = self._load_checkpoint(best_step)
-        if self.progress.has_model and best is not None:
-            model = copy.deepcopy(self.train_step.averaged_model).eval()
-            model.load_state_dict(best["state"]["average"])
-            self.write_model(model, best_step)
-            # An error before the first step must not leave a thread that writes.
-            self.writer.wait()
         return True
 
-    def _load_checkpoint(self, step: int | None = None) -> dict[str, Any] | None:
-        """Load a checkpoint in the main process, and return it in all processes."""
-        values = None
-        if self.process.is_main:
-            values = self.checkpoints.load(step, warn=self._message)
-        return self.process.broadcast(values)
-
-    def _log(self, result: StepResult) -> None:
+    def _report(self, result: StepResult) -> None:
         """Report a step to the observers."""
         step = self.progress.step
-        self._unchecked[step] = result.finite
+        self._unchecked.append(result.finite)
         # On a CPU there is nothing to wait for.
         if self.train_step.device.type == "cpu" or step % LOG_EVERY_STEPS == 0:
             self._check_finite()
@@ -379,25 +357,25 @@ class Trainer:
         if not self._unchecked:
             return
         # With one tensor the host waits for the device once.
-        flags = torch.stack(list(self._unchecked.values())).tolist()
-        bad_steps = [
-            step for step, finite in zip(self._unchecked, flags, strict=True) if not finite
-        ]
+        flags = torch.stack(self._unchecked).tolist()
         self._unchecked.clear()
-        if bad_steps:
-            kept = "there is no checkpoint yet"
-            if self._saved_step is not None:
-                kept = f"the checkpoint of step {self._saved_step} is kept"
-            raise ValueError(
-                f"step {bad_steps[0]}: the loss or a gradient is not finite, and {kept}; lower"
-                " optimizer.lr or set train.clip_grad, and look for a logarithm or a division in a"
-                " loss of your own"
-            )
+        if all(flags):
+            return
+        step = self.progress.step - len(flags) + flags.index(False) + 1
+        kept = "there is no checkpoint yet"
+        if self._saved_step is not None:
+            kept = f"the checkpoint of step {self._saved_step} is kept"
+        raise ValueError(
+            f"step {step}: the loss or a gradient is not finite, and {kept}; lower optimizer.lr or"
+            " set train.clip_grad, and look for a logarithm or a division in a loss of your own"
+        )
 
-    def _request_stop(self, signal_name: str) -> None:
+    def _stop_on_signal(self, name: str) -> None:
         self._stop_requested = True
         self._signalled = True
-        self._message(f"{signal_name}: finishing this step and saving; once more stops at once")
+        self._notify(
+            "on_message", f"{name}: finishing this step and saving; once more stops at once"
+        )
 
     def _stop_if_requested(self) -> bool:
         """Return whether the run was asked to end; if so, its state is saved. Raises
@@ -414,26 +392,11 @@ class Trainer:
         if not self.progress.has_model:  # the result needs a model
             self.progress.best_step = step
             self.write_model(self.train_step.averaged_model.eval(), step)
-        self._message(text)
+        self._notify("on_message", text)
         return True
 
-    def _message(self, text: str) -> None:
-        self._notify("on_message", text)
-
     def _notify(self, event: str, *values: Any, **named: Any) -> None:
-        """Call a method of each observer. If one fails, it is not called again, and training goes
-        on."""
-        for observer in list(self.observers):
-            try:
-                if getattr(observer, event)(*values, **named):
-                    self._stop_requested = True
-            except Exception as error:
-                if observer.is_essential:
-                    raise
-                self.observers.remove(observer)
-                # Its author needs the traceback.
-                traceback.print_exception(error)
-                self._message(
-                    f"{type(observer).__name__} failed ({first_line(error)});"
-                    " training goes on without it"
-                )
+        """Call a method of each observer."""
+        for observer in self.observers:
+            if getattr(observer, event)(*values, **named):
+                self._stop_requested = True
