@@ -1,9 +1,5 @@
 """Runs on a GPU: resumed to the same bytes, without a wait, and as a CUDA graph."""
 
-import signal
-import subprocess
-import sys
-import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -88,34 +84,6 @@ def test_a_killed_run_is_resumed_to_the_same_bytes(
     different = [key for key in state if not torch.equal(state[key], expected[key])]
     assert different == []
     assert read_metrics(tmp_path / "whole") == read_metrics(tmp_path / "broken")
-
-
-def test_kill_9_loses_nothing(device: torch.device, tmp_path: Path) -> None:
-    """Real processes, one of them killed."""
-    overrides = [*TINY, "optimizer.name=muon", "train.epochs=6", "train.checkpoint_every_steps=1"]
-    vit = [sys.executable, "-m", "vit", "train", "digits", *overrides, f"train.device={device}"]
-
-    def start(name: str, *options: str) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            [*vit, "--output", str(tmp_path / name), *options],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-
-    whole = start("whole")
-    broken = start("broken")
-    deadline = time.monotonic() + 120
-    checkpoints = tmp_path / "broken" / "checkpoints"
-    while not any(path.name >= "step-00000020" for path in checkpoints.glob("step-*")):
-        assert broken.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    broken.send_signal(signal.SIGKILL)
-    assert broken.wait() == -signal.SIGKILL
-    assert start("broken", "--resume").wait() == 0
-    assert whole.wait() == 0
-    model = (tmp_path / "whole" / "model.safetensors").read_bytes()
-    assert (tmp_path / "broken" / "model.safetensors").read_bytes() == model
 
 
 class WaitsRefused(Observer):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.pretend_device import DeviceTensor
 from tests.runtime.conftest import Count, Counter, Meter
-from tests.training.conftest import flatten, read_metrics, run_until
+from tests.training.conftest import flatten, read_metrics
 from tests.training.test_graphs import Recorder
 from vit.config import load_config
 from vit.training import run as build
@@ -248,22 +248,3 @@ def test_a_run_equals_the_cpus_with_one_copy_a_step_and_no_wait(
         *(read_metrics(tmp_path / device) for device in ("npu", "cpu")), strict=True
     ):
         assert found == pytest.approx(expected, rel=limit, abs=limit)
-
-
-def test_a_resumed_run_ends_with_the_same_bytes(npu: Counter, photos: Path, tmp_path: Path) -> None:
-    overrides = [
-        *RECIPES["resident, muon, average, two micro-batches"],
-        "train.checkpoint_every_steps=2",
-    ]
-    whole = make(tmp_path / "whole", overrides, photos, "npu")
-    whole.trainer.train()
-    run_until(make(tmp_path / "broken", overrides, photos, "npu"), 4)
-    resumed = make(tmp_path / "broken", overrides, photos, "npu")
-    assert resumed.trainer.resume()
-    assert resumed.trainer.progress.step == 2
-    resumed.trainer.train()
-    states: list[dict[str, Tensor]] = [
-        flatten(run.trainer.train_step.state_dict()) for run in (whole, resumed)
-    ]
-    assert all(torch.equal(states[0][key].cpu(), states[1][key].cpu()) for key in states[0])
-    assert read_metrics(tmp_path / "whole") == read_metrics(tmp_path / "broken")

@@ -1,8 +1,5 @@
-"""A run goes on from its own checkpoints alone, and with its model file whole; what only shows it
-may fail."""
+"""A run goes on from its own checkpoints alone."""
 
-import builtins
-import io
 import multiprocessing
 import os
 import shutil
@@ -79,35 +76,6 @@ def test_a_strangers_file_is_not_taken_for_a_run(
     message = cli.fail("train", empty_yaml, *TINY_RUN, "--output", tmp_path / "run", *options)
     assert f"holds {name}, which is not part of a run" in message
     assert (tmp_path / "run" / name).read_text() == "{}\n"
-
-
-@pytest.mark.parametrize("name", ["checkpoints", "step-00000010"])
-def test_a_run_whose_files_may_not_be_read_is_left_as_it_is(
-    make_run: MakeRun, half: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """Neither does it start anew, nor is the file taken for damaged."""
-
-    def refuse_in(function: Any) -> Any:
-        def run(path: Any, *arguments: Any, **options: Any) -> Any:
-            if isinstance(path, str | Path) and Path(path).name.startswith(name):
-                raise PermissionError(13, "Permission denied", path)
-            return function(path, *arguments, **options)
-
-        return run
-
-    before = {path: path.read_bytes() for path in half.rglob("*") if path.is_file()}
-    run = make_run(half)
-    with monkeypatch.context() as patch:
-        for module, function in (
-            (os, "listdir"),
-            (os, "scandir"),
-            (io, "open"),
-            (builtins, "open"),
-        ):
-            patch.setattr(module, function, refuse_in(getattr(module, function)))
-        with pytest.raises(PermissionError):
-            run.trainer.resume()
-    assert before == {path: path.read_bytes() for path in before}
 
 
 def test_a_killed_worker_is_one_line_and_resume_goes_on(make_run: MakeRun, tmp_path: Path) -> None:

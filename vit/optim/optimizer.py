@@ -86,37 +86,30 @@ def parameter_groups(
     block_numbers = {name: int(match[1]) for name, match in found.items() if match}
     depth = max(block_numbers.values(), default=-1) + 1
 
-    groups: dict[tuple[int, bool, int], dict[str, Any]] = {}
+    groups: dict[tuple[float, float, int], list[nn.Parameter]] = {}
     for name, parameter in trained.items():
         is_embedding = name.endswith(_EMBEDDINGS)
+        layer = depth + 1
         if name in block_numbers:
             layer = block_numbers[name] + 1
         elif is_embedding or re.search(r"(^|\.)(patch_embed|stem|norm_pre)\.", name):
             layer = 0
-        else:
-            layer = depth + 1
 
-        group_lr = lr
+        rate = layer_decay ** (depth + 1 - layer)
         num_matrices = 0
         is_hidden_matrix = parameter.ndim == 2 and name in block_numbers
         is_hidden_kernel = parameter.ndim == 4 and name != kernels[0]
         if muon_lr is not None and (is_hidden_matrix or is_hidden_kernel):
-            group_lr = muon_lr
+            rate *= muon_lr
             num_matrices = 3 if name.endswith("attn.qkv.weight") else 1
-
-        is_decayed = parameter.ndim >= 2 and not is_embedding
-        key = (layer if layer_decay < 1 else 0, is_decayed, num_matrices)
-        group = groups.setdefault(
-            key,
-            {
-                "params": [],
-                "lr": layer_decay ** (depth + 1 - layer) * group_lr,
-                "weight_decay": weight_decay if is_decayed else 0.0,
-                "num_matrices": num_matrices,
-            },
-        )
-        group["params"].append(parameter)
-    return list(groups.values())
+        else:
+            rate *= lr
+        decay = weight_decay if parameter.ndim >= 2 and not is_embedding else 0.0
+        groups.setdefault((rate, decay, num_matrices), []).append(parameter)
+    return [
+        {"params": parameters, "lr": rate, "weight_decay": decay, "num_matrices": num_matrices}
+        for (rate, decay, num_matrices), parameters in groups.items()
+    ]
 
 
 def schedule_factor(
