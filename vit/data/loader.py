@@ -4,8 +4,7 @@ So a run that stops in mid-epoch goes on at `start_step` with the batches it wou
 neither the number of workers nor of processes changes a sample's augmentation.
 """
 
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -125,7 +124,6 @@ class TrainLoader:
         start_step: int = 0,
         image_size: tuple[int, int] | None = None,
         mix: bool = True,
-        on_warning: Callable[[str], object] = warnings.warn,
     ) -> Iterator[Batch]:
         """The batches of an epoch.
 
@@ -134,11 +132,10 @@ class TrainLoader:
             start_step: Number of the first step, for an epoch that was begun before.
             image_size: Height and width of the images; by default the model's input size.
             mix: Apply mixup and cutmix, if they are set.
-            on_warning: Function that is called with a sentence for each image that can't be read.
         """
         size = image_size or self.preprocess.image_size
         samples = self._sample(epoch, start_step)
-        with closing(self._read(samples, on_warning)) as steps:
+        with closing(self._read(samples)) as steps:
             for rng, pixels in steps:
                 yield self._augment_batch(rng, pixels, size, mix=mix)
 
@@ -156,12 +153,10 @@ class TrainLoader:
         for sample_ids in batches[start_step:, self.process.rank]:
             yield StatelessRandom(self.seed, epoch, sample_ids)
 
-    def _read(
-        self, samples: Iterator[StatelessRandom], on_warning: Callable[[str], object]
-    ) -> Steps:
+    def _read(self, samples: Iterator[StatelessRandom]) -> Steps:
         """Yield the samples of each step, and their pixels unless these are on the device."""
         if self._workers is not None:
-            yield from self._workers.decode(samples, on_warning)
+            yield from self._workers.decode(samples)
         elif self._pixels is not None and self._pixels.device.type != self.device.type:
             yield from gather(self._pixels, samples, pinned=self.device.type != "mps")
         else:
@@ -215,9 +210,7 @@ class TokenLoader(TrainLoader):
         super().__post_init__()
         self.tokens = self.tokens.to(self.device)
 
-    def _read(
-        self, samples: Iterator[StatelessRandom], on_warning: Callable[[str], object]
-    ) -> Steps:
+    def _read(self, samples: Iterator[StatelessRandom]) -> Steps:
         yield from ((rng, None) for rng in samples)
 
     def _augment_batch(

@@ -3,6 +3,7 @@
 An image that can't be read is named, and the next one that can takes its place.
 """
 
+import warnings
 from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -184,9 +185,7 @@ class DecodingWorkers:
             with suppress(RuntimeError):
                 shut_down()
 
-    def decode(
-        self, samples: Iterator[StatelessRandom], on_warning: Callable[[str], object]
-    ) -> Steps:
+    def decode(self, samples: Iterator[StatelessRandom]) -> Steps:
         """Yield the samples and the pixels of each batch."""
         sampled = list(samples)
         self._tasks[:] = map(self._decoder.list_tasks, sampled)
@@ -204,16 +203,17 @@ class DecodingWorkers:
             )
         self._iterator = iter(self._loader)
         for rng, batch in zip(sampled, self._iterator, strict=True):
-            self._check(batch, on_warning)
+            self._check(batch)
             yield replace(rng, sample_ids=batch.indices), batch.pixels
 
-    def _check(self, batch: Decoded, on_warning: Callable[[str], object]) -> None:
-        """Name the images that can't be read. Raises ValueError if they are too many."""
+    def _check(self, batch: Decoded) -> None:
+        """Warn of the images that can't be read. Raises ValueError if they are too many."""
         dataset = self._decoder.dataset
         for index, reason in batch.unreadable.items():
             if index not in self._unreadable:
                 self._unreadable[index] = reason
-                on_warning(f"skipped {dataset.split} image {dataset.ids[index]}: {reason}")
+                name = dataset.ids[index]
+                warnings.warn(f"skipped {dataset.split} image {name}: {reason}", stacklevel=2)
         unreadable = [(dataset.ids[index], why) for index, why in self._unreadable.items()]
         check_unreadable(unreadable, len(dataset), self._max_unreadable_fraction)
         if batch.error:
