@@ -49,20 +49,22 @@ def wait_for(
             time.sleep(0.002)
 
 
-def kill_often(
-    cli: Launcher,
-    start: Start,
-    empty_yaml: Path,
-    tmp_path: Path,
-    *overrides: str,
-    kills: int,
-    seed: int,
+@pytest.mark.chaos
+@pytest.mark.parametrize(
+    ("pipeline", "kills"),
+    [("resident", 3), ("cached", 3), pytest.param("resident", 50, marks=pytest.mark.slow)],
+)
+def test_kill_9_loses_nothing(
+    cli: Launcher, start: Start, empty_yaml: Path, tmp_path: Path, pipeline: str, kills: int
 ) -> None:
+    overrides = [f"data.pipeline={pipeline}"]
+    if pipeline == "cached":
+        overrides += ["augment.crop_padding=0", "augment.resized_crop_scale=[0.3,1]"]
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     # what isn't killed needs no process of its own
     train = ("train", empty_yaml, *OVERRIDES, *overrides, "--output")
     cli.succeed(*train, whole)
-    rng = random.Random(seed)
+    rng = random.Random(kills)
     writing = 0
     for number, step in enumerate(sorted(rng.sample(range(STEPS - 5), kills))):
         process = start(broken, *overrides, "--resume")
@@ -77,25 +79,6 @@ def kill_often(
     assert_equal_runs(whole, broken)
     if kills >= 20:
         assert writing >= 1, "no kill fell into a checkpoint's own write"
-
-
-@pytest.mark.chaos
-@pytest.mark.parametrize("pipeline", ["resident", "cached"])
-def test_kill_9_loses_nothing(
-    cli: Launcher, start: Start, empty_yaml: Path, tmp_path: Path, pipeline: str
-) -> None:
-    overrides = [f"data.pipeline={pipeline}"]
-    if pipeline == "cached":
-        overrides += ["augment.crop_padding=0", "augment.resized_crop_scale=[0.3,1]"]
-    kill_often(cli, start, empty_yaml, tmp_path, *overrides, kills=3, seed=0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2, 3, 4])
-def test_kill_9_at_200_points_loses_nothing(
-    cli: Launcher, start: Start, empty_yaml: Path, tmp_path: Path, seed: int
-) -> None:
-    kill_often(cli, start, empty_yaml, tmp_path, kills=50, seed=seed)
 
 
 @pytest.mark.chaos
