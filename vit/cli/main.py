@@ -20,8 +20,9 @@ from vit.runtime.drive import DriveError
 
 # Typer has a private copy of Click, and exports only this subclass of its UsageError.
 _USAGE_ERROR: Any = typer.BadParameter.__base__
-# torch's messages about too little memory, which are RuntimeErrors
-_OUT_OF_MEMORY = "OutOfMemory|allocate memory|not enough memory"
+# torch's messages about too little memory, which are RuntimeErrors; the last one is of a worker that
+# the system killed
+_OUT_OF_MEMORY = "OutOfMemory|allocate memory|not enough memory|DataLoader worker"
 
 app = typer.Typer(
     name="vit",
@@ -125,7 +126,7 @@ def _report(error: Exception) -> int:
     elif isinstance(error, ValueError | OSError | DriveError):
         pass
     elif isinstance(error, MemoryError) or re.search(_OUT_OF_MEMORY, repr(error)):
-        hint = "try a smaller batch size, image size or model"
+        hint = "try a smaller batch size, image size or model, or fewer data.workers"
         text = f"not enough memory ({first_line(error)}); {hint}"
     else:
         code = 70

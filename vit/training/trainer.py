@@ -87,7 +87,8 @@ class Trainer:
 
         Raises:
             TrainingInterrupted: SIGINT or SIGTERM arrived; the state is saved.
-            OSError: A data-loading worker was killed, or a file can't be written.
+            OSError: A file can't be written.
+            RuntimeError: A data-loading worker was killed.
             ValueError: A loss or gradient is not finite.
         """
         progress = self.progress
@@ -111,23 +112,12 @@ class Trainer:
                     if not self._is_done() and self._stop_if_requested():
                         break
                 self._wait_for_files()
-            except (RuntimeError, ConnectionError, EOFError) as error:
-                # torch's signal handler raises wherever the loop is, unless the pipe of the worker
-                # ends first.
-                if isinstance(error, RuntimeError) and "DataLoader worker" not in str(error):
-                    raise
-                # The handler may raise only now; without workers it doesn't.
-                with contextlib.suppress(RuntimeError):
-                    self.train_batches.close()
-                raise OSError(
-                    "a data-loading worker was killed (out of memory, or a full /dev/shm?), or"
-                    " could not start, see above; continue with --resume and fewer data.workers"
-                ) from error
             finally:
                 # This comes first: nothing may be written after observers hear of the end.
                 self.writer.finish()
-                self.train_batches.close()
                 self._notify("on_end")
+                # If a worker was killed and its pipe ended first, torch says so only now.
+                self.train_batches.close()
         return progress
 
     def _wait_for_files(self) -> None:
