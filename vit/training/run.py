@@ -195,11 +195,8 @@ def build_plan(
     batch_size: int,
     multilabel: bool = False,
 ) -> TrainingPlan:
-    """Plan how long a run is, and what happens when. See `TrainingPlan` for the sizes.
-
-    Raises:
-        ValueError: `train.select_by` is a measure of several labels, and an image has one.
-    """
+    """Plan how long a run is, and what happens when. Raises ValueError if `train.select_by` is a
+    measure of several labels, and an image has one."""
     train = config.train
     if multilabel and train.select_by == "top1":
         train = train.model_copy(update={"select_by": "map"})
@@ -232,8 +229,7 @@ def build_train_step(
     loss: StepLoss,
     is_capturable: bool = True,
 ) -> TrainStep:
-    """Build the step that trains a model: the model in its processes, the average of its weights,
-    optimizer and schedule. `is_capturable`: the loss does the same in each step."""
+    """Build the step that trains a model. `is_capturable`: the loss does the same in each step."""
     train = config.train
     world_size = current_process().world_size
     precision = choose_precision(train.precision, device)
