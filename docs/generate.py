@@ -56,8 +56,7 @@ def render_supported_models() -> str:
     with torch.random.fork_rng():
         torch.manual_seed(0)  # the same random weights, whatever was drawn before
         for model in MODELS.values():
-            reader = ModelReader(model.build())
-            reader.image_size = model.size
+            reader = ModelReader(model.build(), (3, *model.size))
             mark = "" if reader.can_drop_tokens else "†"
             names = models.setdefault(model.reads, {}).setdefault(model.library, [])
             names.append(f"{model.title.replace('ForImageClassification', '')}{mark}")

@@ -59,7 +59,7 @@ def answer_without(bundle: Bundle, pixels: np.ndarray, removed: list[int]) -> in
     images = bundle.preprocess.normalize(torch.from_numpy(pixels[None]))
     # both models have 4 × 4 patches
     kept = [patch for patch in range(GRID**2) if patch not in removed]
-    with torch.no_grad(), keep_tokens(bundle.model, torch.tensor([kept])):
+    with torch.no_grad(), keep_tokens(bundle.model, torch.tensor([kept]), images):
         return int(bundle.model(images).argmax())
 
 

@@ -12,9 +12,7 @@ from vit.explanation.capture.reader import read_model
 
 
 @contextmanager
-def keep_tokens(
-    model: nn.Module, patches: Int[Tensor, "B kept"], images: Tensor | None = None
-) -> Iterator[None]:
+def keep_tokens(model: nn.Module, patches: Int[Tensor, "B kept"], images: Tensor) -> Iterator[None]:
     """Only these `patches` (indices from 0, row by row) and the prefix tokens enter the encoder."""
     reader = read_model(model, images)
     num_prefix, _ = reader.find_places()

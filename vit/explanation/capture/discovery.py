@@ -5,8 +5,10 @@ Tokens are known by their place in the pass, see `ForwardWatch`.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,8 +25,13 @@ from vit.runtime.tensors import Images, Logits
 _BATCH = 2
 _ADDITIONS = {torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__}
 _COPIES = {torch.clone, Tensor.clone}
-# function from the number of a link between blocks and its tokens [B, N, D] to other tokens, or None
-ChangeTokens = Callable[[int, Tensor], Tensor | None]
+# Called with the number of each link from 0 on, and its tokens [B, N, D]: those that enter each
+# block, and at last those that leave the last one. The model goes on with its result, if that isn't
+# None.
+OnTokens = Callable[[int, Tensor], Tensor | None]
+# Called with the number of each layer, and at last of a pooling, and the layer. The model goes on
+# with its result [B, H, N, K] instead of A·V, if that isn't None.
+OnLayer = Callable[[int, AttentionLayer], Tensor | None]
 
 
 class Discovered(NamedTuple):
@@ -56,77 +63,64 @@ class Discovered(NamedTuple):
 
 
 class LayerWatch(ForwardWatch):
-    """Context that passes the tokens of each link to `change`, and each layer to `keep`, with their
-    places in the lists of `Discovered`."""
+    """Context that passes on the tokens of each link and each layer."""
 
-    def __init__(
-        self,
-        discovered: Discovered,
-        change: ChangeTokens,
-        keep: Callable[[int, AttentionLayer], None] | None = None,
-        mixing: Mapping[int, Tensor] | None = None,
-    ) -> None:
-        self.links = {result: link for link, result in enumerate(discovered.links)}
-        self.layers = {number: place for place, number in enumerate(discovered.attentions)}
-        self.axes = discovered.axes
-        self.change = change
-        self.keep = keep
-        mixing = mixing or {}
-        super().__init__(mixing={discovered.attentions[place]: mixing[place] for place in mixing})
-        if discovered.first:  # nothing before it is counted
-            self.num_results = self.num_attentions = -sys.maxsize
+    def __init__(self, discovered: Discovered, on_tokens: OnTokens, on_layer: OnLayer) -> None:
+        super().__init__()
+        self.discovered = discovered
+        self.on_tokens = on_tokens
+        self.on_layer = on_layer
+        # nothing before the first module is counted
+        self.num_results = self.num_attentions = -sys.maxsize
 
-    def see_attention(self, layer: AttentionLayer) -> None:
+    def see_attention(self, layer: AttentionLayer) -> Tensor:
         """Pass a layer on."""
-        place = self.layers.get(self.num_attentions)
-        if place is not None and self.keep is not None:
-            self.keep(place, layer)
+        heads = None
+        if self.num_attentions in self.discovered.attentions:
+            heads = self.on_layer(self.discovered.attentions.index(self.num_attentions), layer)
+        return layer.output if heads is None else layer.restore(heads)
 
     def see_result(self, result: Tensor) -> Tensor:
         """Pass tokens on."""
-        link = self.links.get(self.num_results)
-        if link is None:
+        axes, links = self.discovered.axes, self.discovered.links
+        if self.num_results not in links:
             return result
-        tokens = result.permute(self.axes)
-        if link == 0:
+        tokens = result.permute(axes)
+        if self.num_results == links[0]:
             self.batch, self.num_tokens = tokens.shape[:2]
-        changed = self.change(link, tokens)
-        if changed is None:
-            return result
+        changed = self.on_tokens(links.index(self.num_results), tokens)
         # an addition in place would change the tokens that are kept
-        return changed.permute(self.axes).clone()
+        return result if changed is None else changed.permute(axes).clone()
 
 
-class _Seen(NamedTuple):
-    """One attention in a forward pass."""
+@dataclass
+class _Seen:
+    """One attention in a forward pass, and the tokens to which it is added."""
 
     number: int
     num_queries: int
     num_tokens: int
     time: int  # number of results before its own
+    link: int = -1
+    shape: tuple[int, ...] = ()
 
 
 class _Discovery(ForwardWatch):
-    """Context that lists every attention, the additions and the grids of patches of a pass. No
-    tensor is kept: each carries its number."""
+    """Context that lists the attentions, the additions and the grids of patches of a pass. No tensor
+    is kept: each carries its number."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self) -> None:
         super().__init__(_BATCH)
-        self.model = model
-        self.first: nn.Module | None = None  # the first module with weights that runs
+        self.first = ""
         self.seen: list[_Seen] = []
-        # shape and number of a result, and numbers of its terms
-        self.additions: list[tuple[torch.Size, int, list[int]]] = []
+        self.last_additions: dict[tuple[int, ...], int] = {}
         self.patch_grids: set[Grid] = set()
 
-    def on_entry(self, module: nn.Module, args: object) -> None:
+    def on_entry(self, name: str, *_: object) -> None:
         """Note where a pass begins."""
-        has_weights = next(module.parameters(), None) is not None
-        if self.first is None and has_weights and module is not self.model:
-            self.first = module
-        if module is self.first:
+        self.first = self.first or name
+        if name == self.first:
             self.begin()
-            self.additions.clear()
 
     def on_convolution(self, module: nn.Conv2d, args: tuple[Tensor], patches: Tensor) -> None:
         """Note the grid of patches that don't overlap."""
@@ -143,7 +137,11 @@ class _Discovery(ForwardWatch):
         if func in _COPIES and has_three_axes(args[0]):
             result.vit_number = (_find_number(args[0]), result._version)
         if len(numbers) == 2:
-            self.additions.append((result.shape, time, numbers))
+            self.last_additions[result.shape] = time
+            for seen in self.seen:
+                read = [number for number in numbers if 0 <= number < seen.time]
+                if seen.link < 0 and len(read) == 1:
+                    seen.link, seen.shape = read[0], result.shape
         return result
 
     def see_result(self, result: Tensor) -> Tensor:
@@ -153,7 +151,7 @@ class _Discovery(ForwardWatch):
             result.vit_number = (self.num_results, result._version)  # type: ignore[attr-defined]
         return result
 
-    def see_attention(self, layer: AttentionLayer) -> None:
+    def see_attention(self, layer: AttentionLayer) -> Tensor:
         """Note an attention of the images; texts have another batch."""
         batch, _, num_queries, num_tokens = layer.shape
         if num_queries == num_tokens:  # then a few queries alone, as of a pooling, are seen, too
@@ -161,21 +159,7 @@ class _Discovery(ForwardWatch):
         if batch == _BATCH:
             seen = _Seen(self.num_attentions, num_queries, num_tokens, self.num_results)
             self.seen.append(seen)
-
-    def find_links(self, layers: list[_Seen]) -> tuple[list[int], torch.Size]:
-        """Find the tokens to which each attention is added, and the last tokens of their shape.
-        There are fewer if one isn't added to tokens that it reads."""
-        links = []
-        found = torch.Size()
-        for seen in layers:
-            for shape, number, terms in self.additions:
-                before = [term for term in terms if 0 <= term < seen.time]
-                if number >= seen.time and len(before) == 1:
-                    links += before
-                    found = shape
-                    break
-        links += [number for shape, number, _ in self.additions if shape == found][-1:]
-        return links, found
+        return layer.output
 
 
 def _find_number(tensor: Tensor) -> int:
@@ -187,27 +171,26 @@ def _find_number(tensor: Tensor) -> int:
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def discover_layers(model: nn.Module, image_shape: tuple[int, int, int]) -> Discovered:
-    """Run a model on noise and find its attention layers, in order.
-
-    Args:
-        model: A model.
-        image_shape: Channels, height and width of its images.
+def discover_layers(model: nn.Module, image_shape: tuple[int, ...]) -> Discovered:
+    """Run a model on noise of the shape [channels, height, width] and find its attention layers, in
+    order.
 
     Raises:
         ValueError: No attention between all tokens is seen, or not to which tokens one is added.
     """
     family = type(model).__name__
     images = draw_noise((1, *image_shape), next(model.parameters())).repeat(_BATCH, 1, 1, 1)
-    watch = _Discovery(model)
+    watch = _Discovery()
     with ExitStack() as stack:
         stack.enter_context(keep_mode(model))
         stack.enter_context(run_as_written())
         model.eval()
         try:
             run_whole(model, images[:1])  # it may keep what it computes in its first pass
-            for module in model.modules():
-                stack.enter_context(module.register_forward_pre_hook(watch.on_entry))
+            for name, module in model.named_modules():
+                if name and next(module.parameters(), None) is not None:
+                    on_entry = partial(watch.on_entry, name)
+                    stack.enter_context(module.register_forward_pre_hook(on_entry))
                 if isinstance(module, nn.Conv2d) and module.in_channels == image_shape[0]:
                     stack.enter_context(module.register_forward_hook(watch.on_convolution))
             with watch:
@@ -224,8 +207,9 @@ def discover_layers(model: nn.Module, image_shape: tuple[int, int, int]) -> Disc
             f"{family} has no attention between all of its tokens that torch's functions or a "
             "softmax compute"
         )
-    links, shape = watch.find_links(layers)
-    is_chain = len(links) > len(layers) and links == sorted(set(links))
+    shape = layers[-1].shape
+    links = [*(seen.link for seen in layers), watch.last_additions.get(shape, -1)]
+    is_chain = links == sorted(set(links)) and links[0] >= 0
     if not is_chain or set(shape[:2]) != {_BATCH, layers[-1].num_tokens}:
         raise ValueError(
             f"an attention of {family} isn't added once and alone to tokens [batch, tokens, "
@@ -233,13 +217,12 @@ def discover_layers(model: nn.Module, image_shape: tuple[int, int, int]) -> Disc
             "test-time augmentation?), so no map shows it"
         )
     pools = [seen for seen in watch.seen[-1:] if seen not in layers]
-    names = {module: name for name, module in model.named_modules()}
     return Discovered(
         num_tokens=[seen.num_tokens for seen in layers],
         attentions=[seen.number for seen in layers + pools],
         links=links,
         axes=(0, 1, 2) if shape[0] == _BATCH else (1, 0, 2),
-        first=names.get(watch.first, ""),
+        first=watch.first,
         patch_grids=watch.patch_grids,
     )
 
@@ -247,11 +230,9 @@ def discover_layers(model: nn.Module, image_shape: tuple[int, int, int]) -> Disc
 def run_whole(model: nn.Module, images: Images) -> Logits:
     """Run a model so that each layer computes all of its tokens; the last block of this project's
     model can leave some out."""
-    if not isinstance(model, VisionTransformer):
-        return compute_logits(model, images)
-    tokens = model.forward_features(images)
-    with torch.autocast(images.device.type, enabled=False):
-        return at_least_float32(model.forward_head(tokens.to(next(model.parameters()).dtype)))
+    if isinstance(model, VisionTransformer):
+        return at_least_float32(model(images))
+    return compute_logits(model, images)
 
 
 @contextmanager

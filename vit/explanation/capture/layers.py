@@ -1,6 +1,6 @@
 """One attention layer of a forward pass, and what maps need of it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,6 +12,7 @@ from vit.runtime.device import count_bytes
 
 # rows are queries, columns keys
 Attention = Float[Tensor, "B H Nq N"]
+Heads = Float[Tensor, "B H N K"]
 _ALL = slice(None)
 
 # number of attention weights in memory at once on a CPU: 8 MiB fit the cache and are enough work
@@ -29,7 +30,7 @@ class AttentionLayer:
 
     Attributes:
         output: O as the model's code has it; with gradients, in the autograd graph.
-        arrange: From a tensor of the shape of `output` to [B, H, N, K].
+        axes: Order of its axes that puts images and heads first, queries and channels last.
         value: V of each query head.
         weights: A; None where it is computed from `query` and `key`.
         query, key: Queries, multiplied by the scale, and keys.
@@ -38,8 +39,8 @@ class AttentionLayer:
     """
 
     output: Tensor
-    arrange: Callable[[Tensor], Tensor]
-    value: Float[Tensor, "B H N K"]
+    axes: Sequence[int]
+    value: Heads
     weights: Tensor | None = None
     query: Float[Tensor, "B H Nq Kq"] | None = None
     key: Float[Tensor, "B H N Kq"] | None = None
@@ -47,15 +48,13 @@ class AttentionLayer:
     block_input: Tensor | None = None
 
     @property
-    def shape(self) -> tuple[int, int, int, int]:
+    def shape(self) -> torch.Size:
         """Number of images, heads, queries and keys."""
         if self.weights is not None:
-            batch, num_heads, num_queries, num_keys = self.weights.shape
-            return batch, num_heads, num_queries, num_keys
+            return self.weights.shape
         assert self.query is not None
         assert self.key is not None
-        batch, num_heads, num_queries, _ = self.query.shape
-        return batch, num_heads, num_queries, self.key.shape[2]
+        return torch.Size((*self.query.shape[:3], self.key.shape[2]))
 
     @property
     def num_heads(self) -> int:
@@ -67,10 +66,14 @@ class AttentionLayer:
         """Number of tokens that are attended to."""
         return self.shape[3]
 
-    @property
-    def heads(self) -> Tensor | None:
-        """Result of the heads, if it is in the autograd graph."""
-        return self.output if self.output.requires_grad else None
+    def arrange(self, tensor: Tensor) -> Heads:
+        """Arrange a tensor of the shape of the output, whose heads may be in the batch."""
+        return tensor.permute(*self.axes).reshape(*self.shape[:3], -1)
+
+    def restore(self, heads: Heads) -> Tensor:
+        """Arrange heads as the output is."""
+        permuted = heads.reshape([self.output.shape[axis] for axis in self.axes])
+        return permuted.permute([self.axes.index(axis) for axis in range(permuted.ndim)])
 
     def detach(self) -> "AttentionLayer":
         """Return the attention outside of the autograd graph, without the output and the values,
@@ -80,14 +83,12 @@ class AttentionLayer:
             for name in ("weights", "query", "key", "bias")
             if (tensor := getattr(self, name)) is not None
         }
-        detached = replace(self, **tensors)
-        detached.output = self.output.new_empty(0)
-        detached.value = self.value.new_empty(0, 0, 0, 0)
-        return detached
+        value = self.value.new_empty(*self.value.shape[:3], 0)
+        return replace(self, output=self.output.new_empty(0), value=value, **tensors)
 
-    def compute_weights(self, images: slice = _ALL, queries: slice = _ALL) -> Attention:
-        """Compute the weights after the softmax, in float32 or more; rows are queries and sum to
-        one. They are in the autograd graph if the layer is."""
+    def attention(self, images: slice = _ALL, queries: slice = _ALL) -> Attention:
+        """Compute the weights after the softmax, in float32 or more. They are in the autograd graph
+        if the layer is."""
         if self.weights is not None:
             return at_least_float32(self.weights[images, :, queries])
         assert self.query is not None
@@ -101,10 +102,6 @@ class AttentionLayer:
         return torch.softmax(scores, dim=-1, out=None if scores.requires_grad else scores)
 
     @torch.no_grad()
-    def attention(self, images: slice = _ALL, queries: slice = _ALL) -> Attention:
-        """Compute the weights outside of the graph."""
-        return self.compute_weights(images, queries)
-
     def attend(
         self, pool_weights: Float[Tensor, "B N"], images: slice = _ALL
     ) -> Float[Tensor, "b H N"]:
@@ -113,30 +110,27 @@ class AttentionLayer:
         return (weights @ self.attention(images))[:, :, 0]
 
     def attention_rows(self, images: slice) -> Iterator[tuple[slice, Attention]]:
-        """Compute `attention` for a few queries at a time, and yield it with their places.
-
-        For 4,096 tokens and 12 heads the whole matrix takes 0.8 GB for each image.
-        """
-        _, num_heads, num_queries, num_tokens = self.shape
-        step = self._divide_chunk(num_heads * num_tokens)
-        for start in range(0, num_queries, step):
-            rows = slice(start, start + step)
-            yield rows, self.attention(images, rows)
+        """Yield the weights of a few queries at a time, with their places: for 4,096 tokens and 12
+        heads the whole matrix takes 0.8 GB for each image."""
+        for rows in self._divide(self.shape[2], self.num_heads * self.num_tokens):
+            with torch.no_grad():
+                attention = self.attention(images, rows)
+            yield rows, attention
 
     def in_chunks(self, compute: Callable[[slice], Tensor]) -> Tensor:
         """Call `compute` on a few images of the batch at a time, as many as can have their attention
         matrices of this layer in memory."""
-        batch, num_heads, _, num_tokens = self.shape
-        size = self._divide_chunk(num_heads * num_tokens**2)
-        return torch.cat([compute(slice(start, start + size)) for start in range(0, batch, size)])
+        parts = self._divide(self.shape[0], self.num_heads * self.num_tokens**2)
+        return torch.cat([compute(images) for images in parts])
 
-    def _divide_chunk(self, num_elements: int) -> int:
-        """Return how many times so many attention weights may be in memory, at least once."""
+    def _divide(self, count: int, num_weights: int) -> list[slice]:
+        """Divide what needs so many attention weights each into parts that fit into memory."""
         chunk = CHUNK_ELEMENTS
         device = self.output.device
         if device.type != "cpu":
             chunk = max(int(_CHUNK_FRACTION * count_bytes(device)[1]) // 4, chunk)  # float32
-        return max(chunk // num_elements, 1)
+        step = max(chunk // num_weights, 1)
+        return [slice(start, start + step) for start in range(0, count, step)]
 
     def gradient_and_value(
         self, heads_gradient: Tensor, images: slice = _ALL

@@ -1,7 +1,7 @@
 """The parts of a model that maps are read from, found once and kept."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -13,16 +13,16 @@ from torch import Tensor, nn
 
 from vit.bundle import Bundle
 from vit.explanation.capture.discovery import (
-    ChangeTokens,
     Discovered,
     LayerWatch,
+    OnLayer,
+    OnTokens,
     discover_layers,
 )
-from vit.explanation.capture.layers import AttentionLayer
 from vit.explanation.capture.tokens import Grid, draw_noise
 from vit.model.averaged_model import AveragedModel
 from vit.model.logits import compute_logits
-from vit.model.model_info import find_image_size, keep_mode, unwrap_model
+from vit.model.model_info import keep_mode, unwrap_model
 from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.tensors import Images
 
@@ -37,8 +37,7 @@ class _Findings:
     Attributes:
         attention: Its attention layers.
         refusal: Why maps of its attention are refused.
-        has_positions: True if its attention gets the positions of all patches.
-        signs: The mixture of the logits that measures the pooling, 1 or -1, [C].
+        drops_tokens: See `ModelReader.can_drop_tokens`.
         pooled: Which of the tokens that leave the last block and the modules after it are pooled.
         first_averaged: First token of a mean that is pooled; -1 without a mean.
         checked: Description of the model and the images for which maps have passed the checks.
@@ -46,8 +45,7 @@ class _Findings:
 
     attention: Discovered | None = None
     refusal: str = ""
-    has_positions: bool | None = None
-    signs: Tensor | None = None
+    drops_tokens: bool | None = None
     pooled: int | None = None
     first_averaged: int | None = None
     checked: list[Any] | None = None
@@ -60,29 +58,21 @@ _KEPT: WeakKeyDictionary[nn.Module, _Findings] = WeakKeyDictionary()
 class ModelReader:
     """A model and the parts of it that maps need. Each is searched for when it is first needed.
 
-    `read_bundle` returns that of a bundle's model. Functions of this package
-    take a reader, or a module, which they search on each call.
-
     Attributes:
         model: The model, without the wrappers of torch.compile, DistributedDataParallel and peft.
-        image_size: Height and width of its images, if they are known.
-        channels: Number of channels of its images.
+        image_shape: Channels, height and width of its images.
         found: The findings so far.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, image_shape: tuple[int, ...]) -> None:
         self.model = unwrap_model(model)
-        self.image_size = find_image_size(self.model)
-        convolutions = (part for part in self.model.modules() if isinstance(part, nn.Conv2d))
-        first = next(convolutions, None)
-        self.channels = 3 if first is None else first.in_channels
+        self.image_shape = image_shape
         self.found = _Findings()
 
     def recall(self, images: Images) -> bool:
         """Return whether maps have passed their checks for images like these, with this reader or
         an earlier one of the module. If not, begin without findings."""
-        self.channels, height, width = images.shape[1:]
-        self.image_size = (height, width)
+        self.image_shape = tuple(images.shape[1:])
         description = _describe(self.model, images)
         for found in (self.found, _KEPT.get(self.model)):
             if found is not None and found.checked == description:
@@ -108,12 +98,7 @@ class ModelReader:
             try:
                 if isinstance(self.model, AveragedModel):
                     raise ValueError("an average of models has no attention of its own")
-                if self.image_size is None:
-                    raise ValueError(
-                        f"the size of the images of {type(self.model).__name__} is unknown; give "
-                        "preprocess=vit.Preprocess(image_size=…)"
-                    )
-                found.attention = discover_layers(self.model, (self.channels, *self.image_size))
+                found.attention = discover_layers(self.model, self.image_shape)
             except ValueError as error:
                 found.refusal = str(error)
         if found.attention is None or found.refusal:
@@ -134,9 +119,7 @@ class ModelReader:
         if self.has_attention:
             return "attention"
         # models have no common feature map
-        if isinstance(self.model, AveragedModel):
-            return "pixels"
-        return "feature map"
+        return "pixels" if isinstance(self.model, AveragedModel) else "feature map"
 
     def find_places(self) -> tuple[int, Grid]:
         """Find the number of prefix tokens and the grid of the patches; `check_places` looks
@@ -147,8 +130,7 @@ class ModelReader:
             ValueError: The layers' tokens are not the patches of the images.
         """
         attention = self.attention
-        assert self.image_size is not None
-        height, width = self.image_size
+        _, height, width = self.image_shape
         num_tokens = attention.num_tokens[0]
         grids = list(attention.patch_grids)
         if not grids:
@@ -175,18 +157,14 @@ class ModelReader:
         """True if tokens can be left out of a forward pass: the model has attention, and the
         attention doesn't get the positions of all patches (rotary embeddings, relative position
         biases)."""
-        if not self.has_attention:
-            return False
-        if self.found.has_positions is None:
-            self.found.has_positions = not (self.is_ours or self._try_to_drop())
-        return not self.found.has_positions
+        if self.found.drops_tokens is None:
+            self.found.drops_tokens = self.has_attention and self._try_to_drop()
+        return self.found.drops_tokens
 
     @torch.no_grad()
     def _try_to_drop(self) -> bool:
         """Leave some tokens out, and return whether the order of the others doesn't matter."""
-        assert self.image_size is not None
-        shape = (2, self.channels, *self.image_size)
-        images = draw_noise(shape, next(self.model.parameters()))
+        images = draw_noise((2, *self.image_shape), next(self.model.parameters()))
 
         def keep_half(turned_axes: tuple[int, ...], tokens: Tensor) -> Tensor:
             # no prefix tokens are in the second half
@@ -208,7 +186,9 @@ class ModelReader:
         bound = max(2e-5, torch.finfo(images.dtype).eps)
         return bool(error <= bound * logits[0].abs().max())
 
-    def change_tokens(self, change: Callable[[Tensor], Tensor]) -> AbstractContextManager[None]:
+    def change_tokens(
+        self, change: Callable[[Tensor], Tensor]
+    ) -> AbstractContextManager[LayerWatch]:
         """Let the first block read `change(tokens)` instead of the tokens [B, N, D], which include
         prefix tokens, in one forward pass."""
         # the position embedding is added before the first block
@@ -216,24 +196,13 @@ class ModelReader:
 
     @contextmanager
     def watch(
-        self,
-        change: ChangeTokens,
-        keep: Callable[[int, AttentionLayer], None] | None = None,
-        mixing: Mapping[int, Tensor] | None = None,
-    ) -> Iterator[None]:
-        """Watch forward passes.
-
-        Args:
-            change: Called with the number of each link from 0 on, and its tokens [B, N, D]: those
-                that enter each block, and at last those that leave the last one. The model goes on
-                with its result, if that isn't None.
-            keep: Called with the number of each layer, and at last of a pooling, and the layer.
-            mixing: Weights [N, N] that a layer has instead of its own, by its number.
-        """
-        watch = LayerWatch(self.attention, change, keep, mixing)
+        self, on_tokens: OnTokens, on_layer: OnLayer = lambda number, layer: None
+    ) -> Iterator[LayerWatch]:
+        """Watch forward passes."""
+        watch = LayerWatch(self.attention, on_tokens, on_layer)
         first = self.model.get_submodule(self.attention.first)
         with first.register_forward_pre_hook(watch.begin), watch:
-            yield
+            yield watch
 
 
 def _describe(model: nn.Module, images: Images) -> list[Any]:
@@ -261,21 +230,15 @@ def _describe(model: nn.Module, images: Images) -> list[Any]:
 
 def read_bundle(bundle: Bundle) -> ModelReader:
     """Return the reader of a bundle's model, always the same."""
-    if "reader" not in bundle.found:
-        bundle.found["reader"] = ModelReader(bundle.model)
-        bundle.found["reader"].image_size = bundle.preprocess.image_size
-    reader: ModelReader = bundle.found["reader"]
+    size = bundle.preprocess.image_size
+    reader: ModelReader = bundle.found.setdefault("reader", ModelReader(bundle.model, (3, *size)))
     return reader
 
 
-def read_model(model: nn.Module | ModelReader, images: Tensor | None = None) -> ModelReader:
-    """Return the reader of a model; a reader is returned as it is.
-
-    Args:
-        model: The model.
-        images: Images for it, whose size it may not tell.
-    """
-    reader = model if isinstance(model, ModelReader) else ModelReader(model)
-    if images is not None and (reader is not model or reader.image_size is None):
-        reader.recall(images)
+def read_model(model: nn.Module | ModelReader, images: Tensor) -> ModelReader:
+    """Return the reader of a model for images like these; a reader is returned as it is."""
+    if isinstance(model, ModelReader):
+        return model
+    reader = ModelReader(model, tuple(images.shape[1:]))
+    reader.recall(images)
     return reader

@@ -8,15 +8,14 @@ assumption is wrong. They need no list of names.
 
 import itertools
 import math
-from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from vit.explanation.capture.discovery import ChangeTokens, run_whole
-from vit.explanation.capture.layers import find_tolerance
+from vit.explanation.capture.discovery import OnLayer, OnTokens, run_whole
+from vit.explanation.capture.layers import AttentionLayer, find_tolerance
 from vit.explanation.capture.reader import ModelReader
 from vit.explanation.capture.tokens import Grid, draw_noise
 from vit.model.logits import compute_logits
@@ -26,8 +25,6 @@ _INNER_PATCHES = 4  # number of patches that are checked in addition to the corn
 # Largest change of a token far from a changed patch where convolutions overlap, as a fraction of
 # the largest: that of norms over a feature map is below 0.02, that of an attention above 0.1.
 _FAR_TOLERANCE = 0.05
-# number of tokens up to which all copies of an image run in one batch
-_TOKENS_AT_ONCE = 1100
 
 OneImage = Float[Tensor, "1 channels height width"]
 
@@ -38,7 +35,7 @@ class _Stop(Exception):
 
 @torch.no_grad()
 def check_places(reader: ModelReader, image: OneImage, *, num_prefix: int, grid: Grid) -> None:
-    """Change some patches of the image, including the corners.
+    """Change some patches of the image, including the corners, each in a copy.
 
     Raises:
         ValueError: Another token than that of a changed patch changes (with overlapping patches on
@@ -53,6 +50,11 @@ def check_places(reader: ModelReader, image: OneImage, *, num_prefix: int, grid:
     places += [divmod(patch, columns) for patch in inner]
     # noise is visible even if the model clips values
     noise = draw_noise(image[0].shape, image, generator)
+    copies = image.detach().repeat(1 + len(places), 1, 1, 1)
+    for copy, (row, column) in zip(copies[1:], places, strict=True):
+        top, left = row * height, column * width
+        patch = (..., slice(top, top + height), slice(left, left + width))
+        copy[patch] += noise[patch]
     overlaps: list[bool] = []  # for each convolution
     is_wrong = False
 
@@ -67,24 +69,20 @@ def check_places(reader: ModelReader, image: OneImage, *, num_prefix: int, grid:
             border = module.padding[axis] if isinstance(module.padding, tuple) else 0
             is_wrong |= reads_image and abs(kernel - stride - 2 * border) > stride
 
-    changes: list[Float[Tensor, " N"]] = []
+    changes = torch.empty(0)
 
     # the tokens that enter the first block are enough
     def record_and_stop(tokens: Tensor) -> Tensor:
-        changes.append((tokens[1] - tokens[0]).norm(dim=1).cpu())
+        nonlocal changes
+        changes = (tokens[1:] - tokens[:1]).norm(dim=2).cpu()  # [places, N]
         raise _Stop
 
     with ExitStack() as stack:
         for module in reader.model.modules():
             if isinstance(module, nn.Conv2d):
                 stack.enter_context(module.register_forward_hook(check_overlap))
-        # one pair at a time, because all pairs of large images would take much memory
-        for row, column in places:
-            pair = image.detach().repeat(2, 1, 1, 1)
-            down, across = slice(row * height, (row + 1) * height), slice(column * width, None)
-            pair[1, :, down, across][..., :width] += noise[:, down, across][..., :width]
-            with suppress(_Stop), reader.change_tokens(record_and_stop):
-                compute_logits(reader.model, pair)
+        with suppress(_Stop), reader.change_tokens(record_and_stop):
+            compute_logits(reader.model, copies)
 
     bound, far, reach = find_tolerance(image), 0, torch.zeros(2, 1)
     if any(overlaps):
@@ -92,9 +90,9 @@ def check_places(reader: ModelReader, image: OneImage, *, num_prefix: int, grid:
         # rows or columns each is the other's neighbour, which would tell nothing
         bound, far = _FAR_TOLERANCE, max(3, max(grid) // 2)
         reach = torch.tensor([[side >= 3] for side in grid])
-    for (row, column), change in zip(places, changes, strict=True):
-        steps = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
-        distance = torch.stack([steps[0] - row, steps[1] - column]).abs().flatten(1)
+    steps = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).T
+    for place, change in zip(places, changes, strict=True):
+        distance = (steps - torch.tensor(place)[:, None]).abs()  # [2, patches]
         most = int(change.argmax()) - num_prefix
         is_wrong |= most < 0 or bool((distance[:, most] > reach[:, 0]).any())
         others = change[num_prefix:][distance.amax(dim=0) > far]
@@ -109,10 +107,7 @@ def check_places(reader: ModelReader, image: OneImage, *, num_prefix: int, grid:
 
 
 def _follow(
-    reader: ModelReader,
-    images: Images,
-    change: ChangeTokens,
-    mixing: Mapping[int, Tensor] | None = None,
+    reader: ModelReader, images: Images, on_tokens: OnTokens, on_layer: OnLayer
 ) -> list[Float[Tensor, "B ..."]]:
     """Run copies of an image, and measure what arrives at each link, before it is changed, and the
     logits: the norm of each token of the first copy, and of its changes in the others."""
@@ -125,9 +120,9 @@ def _follow(
 
     def note(link: int, tokens: Tensor) -> Tensor | None:
         measure(tokens)
-        return change(link, tokens)
+        return on_tokens(link, tokens)
 
-    with reader.watch(note, mixing=mixing):
+    with reader.watch(note, on_layer):
         measure(run_whole(reader.model, images))
     return arrived
 
@@ -149,23 +144,26 @@ def check_mixing(reader: ModelReader, image: OneImage, num_tokens: int) -> None:
         torch.randperm(num_tokens, generator=generator) % 4
         for _ in range(reader.attention.num_layers)
     ]
-    mixing = {}
-    for number, group in enumerate(groups):
-        weights = ((group < 2) / (group < 2).sum()).repeat(num_tokens, 1)
-        weights[group == 2] = (weights[group == 2] + torch.eye(num_tokens)[group == 2]) / 2
-        mixing[number] = weights.to(image.device)
     generator = torch.Generator().manual_seed(0)
 
     def change(link: int, tokens: Tensor) -> Tensor | None:
         if link == len(groups):
             return None
         one = tokens[0]
-        at_read = (groups[link] < 2).to(one.device)[:, None]
+        is_read = (groups[link] < 2).to(one.device)[:, None]
         # tokens that are read change alike, because a mean over many would hide their changes
         noise = draw_noise(one.shape, one, generator) * one.std()
-        return torch.stack([one, one + noise * ~at_read, one + noise[:1] * at_read])
+        return torch.stack([one, one + noise * ~is_read, one + noise[:1] * is_read])
 
-    seen = _follow(reader, image.detach().repeat(3, 1, 1, 1), change, mixing)
+    def attend(number: int, layer: AttentionLayer) -> Tensor | None:
+        if number == len(groups):
+            return None
+        group = groups[number]
+        weights = ((group < 2) / (group < 2).sum()).repeat(num_tokens, 1)
+        weights[group == 2] = (weights[group == 2] + torch.eye(num_tokens)[group == 2]) / 2
+        return weights.to(layer.value) @ layer.value
+
+    seen = _follow(reader, image.detach().repeat(3, 1, 1, 1), change, attend)
     for number, (group, arrived) in enumerate(zip(groups, seen[1:-1], strict=True), start=1):
         is_read = group < 2
         _, by_others, by_read = arrived
@@ -193,7 +191,7 @@ def check_mixing(reader: ModelReader, image: OneImage, num_tokens: int) -> None:
 
 
 @torch.no_grad()
-def check_bypass(reader: ModelReader, image: OneImage, num_tokens: int) -> None:
+def check_bypass(reader: ModelReader, image: OneImage) -> None:
     """Change the pixels and the tokens that enter each block, each in some copies of the image.
 
     A block must read the tokens of the block before and nothing else: in copies that have the same
@@ -211,28 +209,6 @@ def check_bypass(reader: ModelReader, image: OneImage, num_tokens: int) -> None:
     codes = itertools.combinations(range(num_copies), num_copies // 2)
     # copies of the image that the pixels, and then the tokens of each link, change
     marks = torch.tensor([[copy in code for copy in range(num_copies)] for code in codes])
-    tolerance = find_tolerance(image)
-    at_once = num_copies
-    if num_tokens > _TOKENS_AT_ONCE:
-        at_once = 1
-    for part in torch.split(marks, at_once, dim=1):
-        for number, arrived in enumerate(_follow_copies(reader, image.detach(), part)):
-            size, *changes = arrived.reshape(len(arrived), -1).norm(dim=1)
-            scale = max(*changes, tolerance * size)
-            is_wrong = torch.stack(changes) > tolerance * scale
-            if is_wrong[~part[number]].any():
-                raise ValueError(
-                    f"{readers[number]} of {type(reader.model).__name__} reads something other than "
-                    f"the tokens of the block before (a skip connection, tokens of earlier blocks, "
-                    "a second encoder?), so a map of its attention shows a part of the model"
-                )
-
-
-def _follow_copies(
-    reader: ModelReader, image: OneImage, marks: Tensor
-) -> list[Float[Tensor, "B ..."]]:
-    """Follow an image and copies of it, with noise on the pixels and the tokens of each link in
-    those that are marked."""
     generator = torch.Generator().manual_seed(0)
 
     def add_noise(tensor: Tensor, is_changed: Tensor, scale: float | Tensor) -> Tensor:
@@ -244,16 +220,15 @@ def _follow_copies(
     def change(link: int, tokens: Tensor) -> Tensor:
         return add_noise(tokens, marks[link + 1], tokens[:1].std())
 
-    return _follow(reader, add_noise(image, marks[0], 1.0), change)
-
-
-@torch.no_grad()
-def check_repeatable(model: nn.Module, image: OneImage, logits: Float[Tensor, "1 C"]) -> None:
-    """Raise ValueError if a second pass doesn't give the same logits."""
-    again = compute_logits(model, image.detach())
-    tolerance = 10 * find_tolerance(image)  # one image and a batch are rounded differently
-    if (again - logits).abs().max() > tolerance * logits.abs().max():
-        raise ValueError(
-            f"two passes of {type(model).__name__} over one image give different logits (dropout "
-            "or a random mask in evaluation mode?), so a map of one pass explains no other"
-        )
+    copies = add_noise(image.detach(), marks[0], 1.0)
+    tolerance = find_tolerance(image)
+    arrived = _follow(reader, copies, change, lambda number, layer: None)
+    for name, is_marked, norms in zip(readers, marks, arrived, strict=False):
+        size, *changes = norms.reshape(len(norms), -1).norm(dim=1)
+        scale = max(*changes, tolerance * size)
+        if (torch.stack(changes) > tolerance * scale)[~is_marked].any():
+            raise ValueError(
+                f"{name} of {type(reader.model).__name__} reads something other than the tokens of "
+                "the block before (a skip connection, tokens of earlier blocks, a second encoder?), "
+                "so a map of its attention shows a part of the model"
+            )

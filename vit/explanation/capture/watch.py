@@ -2,8 +2,7 @@
 a softmax whose result is multiplied with the values.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 from types import FunctionType
 from typing import Any
 
@@ -13,10 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from vit.explanation.capture.layers import AttentionLayer
-
-Heads = Float[Tensor, "B H N K"]
-Split = Callable[[Tensor], Heads]
+from vit.explanation.capture.layers import AttentionLayer, Heads
 
 _SOFTMAX = {F.softmax, torch.softmax, Tensor.softmax}
 _PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm}
@@ -40,16 +36,14 @@ class ForwardWatch(TorchFunctionMode):
     Attributes:
         batch: Number of images, which tells the heads of [B·H, N, N] apart.
         num_tokens: Number of tokens, of which a layer may compute some alone. 0: all of them.
-        mixing: Weights [N, N] that every head of an attention has instead of its own, by number.
         num_results: Number of results with three axes before the current one.
         num_attentions: Number of attentions before the current one.
     """
 
-    def __init__(self, batch: int = 1, mixing: Mapping[int, Tensor] | None = None) -> None:
+    def __init__(self, batch: int = 1) -> None:
         super().__init__()
         self.batch = batch
         self.num_tokens = 0
-        self.mixing = mixing or {}
         self.begin()
 
     def begin(self, *_: object) -> None:
@@ -57,8 +51,8 @@ class ForwardWatch(TorchFunctionMode):
         self.num_results = self.num_attentions = 0
         self._weights: list[Tensor] = []  # the result of the last softmax, in all its shapes
 
-    def see_attention(self, layer: AttentionLayer) -> None:
-        """Look at an attention."""
+    def see_attention(self, layer: AttentionLayer) -> Tensor:
+        """Look at an attention, and return what the model goes on with instead of its output."""
         raise NotImplementedError
 
     def see_result(self, result: Tensor) -> Tensor:
@@ -73,7 +67,10 @@ class ForwardWatch(TorchFunctionMode):
         result = func(*args, **kwargs)
         # Calls from here are not the model's.
         with torch._C.DisableTorchFunction():
-            result = self._read(result, func, args, kwargs)
+            layer = self._read(result, func, args, kwargs)
+            if layer is not None:
+                result = self.see_attention(layer)
+                self.num_attentions += 1
             if has_three_axes(result):
                 result = self.see_result(result)
                 self.num_results += 1
@@ -81,26 +78,17 @@ class ForwardWatch(TorchFunctionMode):
 
     def _read(
         self, result: Any, func: object, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Look at the result of a function, and return it, or what it is with other weights."""
-        # a method would refer to the watch: a circle, in which a layer's memory might be kept
-        split = partial(_split_heads, self.batch)
-        mixing = self.mixing.get(self.num_attentions)
-        layer = None
+    ) -> AttentionLayer | None:
+        """Return the attention whose output is the result of a function, if it is one."""
         if func is F.scaled_dot_product_attention:
-            layer = _read_fused(split, result, *args, **kwargs)
-            if mixing is not None:
-                mixed = mixing[: layer.shape[2]].to(layer.value) @ layer.value
-                result = mixed.reshape(result.shape)
-        elif func in _SOFTMAX:
+            return _read_fused(self.batch, result, *args, **kwargs)
+        if func in _SOFTMAX:
             if self._is_attention(result, *args, **kwargs):
-                if mixing is not None:
-                    result = mixing[: result.shape[-2]].to(result).expand_as(result)
                 self._weights = [result]
         elif func in _UNCHANGED and self._is_weights(args[0]):
             self._weights.append(result)
         elif func in _PRODUCTS and self._is_weights(args[0]):
-            layer = _read_product(split, result, *args, **kwargs)
+            return _read_product(self.batch, result, *args, **kwargs)
         elif func is torch.einsum:
             operands = args[1] if isinstance(args[1], list | tuple) else args[1:]
             terms = args[0].replace(" ", "").replace("->", ",").split(",")
@@ -108,11 +96,8 @@ class ForwardWatch(TorchFunctionMode):
                 operands = operands[::-1]
                 terms = [*terms[-2::-1], terms[-1]]
             if self._is_weights(operands[0]):
-                layer = _read_einsum(split, result, terms, *operands)
-        if layer is not None:
-            self.see_attention(layer)
-            self.num_attentions += 1
-        return result
+                return _read_einsum(self.batch, result, terms, *operands)
+        return None
 
     def _is_attention(
         self, result: Tensor, input: Tensor, dim: int | None = None, *_: Any, **options: Any
@@ -133,7 +118,7 @@ def has_three_axes(value: object) -> bool:
 
 
 def _read_fused(
-    split: Split,
+    batch: int,
     output: Tensor,
     query: Tensor,
     key: Tensor,
@@ -150,13 +135,13 @@ def _read_fused(
         zeros = torch.zeros(bias.shape, dtype=query.dtype, device=query.device)
         bias = zeros.masked_fill(~bias, -torch.inf)
     if bias is not None and query.ndim == bias.ndim == 3:
-        bias = split(bias)
-    query, key, value = map(split, (query, key, value))
+        bias = _split_heads(bias, batch)
+    query, key, value = (_split_heads(tensor, batch) for tensor in (query, key, value))
     num_heads = query.shape[1]
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     return AttentionLayer(
         output,
-        split,
+        range(output.ndim),
         _share_heads(value, num_heads),
         query=query * scale,
         key=_share_heads(key, num_heads),
@@ -164,42 +149,42 @@ def _read_fused(
     )
 
 
-def _read_product(split: Split, output: Tensor, weights: Tensor, value: Tensor) -> AttentionLayer:
+def _read_product(batch: int, output: Tensor, weights: Tensor, value: Tensor) -> AttentionLayer:
     """Read A @ V."""
-    matrices = split(weights)
+    matrices = _split_heads(weights, batch)
     if value.ndim == 3 and len(value) == len(matrices):
         value = value[:, None]
-    values = _share_heads(split(value), matrices.shape[1])
-    return AttentionLayer(output, split, values, weights=matrices)
+    values = _share_heads(_split_heads(value, batch), matrices.shape[1])
+    return AttentionLayer(output, range(output.ndim), values, weights=matrices)
 
 
 def _read_einsum(
-    split: Split, output: Tensor, terms: Sequence[str], weights: Tensor, value: Tensor
+    batch: int, output: Tensor, terms: Sequence[str], weights: Tensor, value: Tensor
 ) -> AttentionLayer | None:
     """Read a product of attention and values that is written as a sum over indices."""
     # letters in the place of an ellipsis
     leading = "XYZ"[: weights.ndim - len(terms[0].replace("...", ""))]
     term, value_term, output_term = (text.replace("...", leading) for text in terms)
-    batch, query, key = term[:-2], term[-2], term[-1]
+    rows, key = term[:-1], term[-1]
     channels = "".join(letter for letter in value_term if letter not in term)
-    if len(channels) != 1 or sorted(output_term) != sorted(batch + query + channels):
+    if len(channels) != 1 or sorted(output_term) != sorted(rows + channels):
         return None  # the heads are mixed, or another sum
 
-    own = "".join(letter for letter in batch if letter in value_term)
+    own = "".join(letter for letter in rows[:-1] if letter in value_term)
     values = value.permute([value_term.index(letter) for letter in own + key + channels])
-    for axis, letter in enumerate(batch):
+    for axis, letter in enumerate(rows[:-1]):
         if letter not in own:  # heads that share their values
             values = values.unsqueeze(axis)
-    places = [output_term.index(letter) for letter in batch + query + channels]
+    values = values.expand(*weights.shape[:-2], -1, -1)
     return AttentionLayer(
         output,
-        lambda tensor: split(tensor.permute(places)),
-        split(values.expand(*weights.shape[:-2], -1, -1)),
-        weights=split(weights),
+        [output_term.index(letter) for letter in rows + channels],
+        _split_heads(values, batch),
+        weights=_split_heads(weights, batch),
     )
 
 
-def _split_heads(batch: int, tensor: Tensor) -> Heads:
+def _split_heads(tensor: Tensor, batch: int) -> Heads:
     """Arrange [B·H, N, K] as [B, H, N, K]."""
     if tensor.ndim == 3 and tensor.shape[0] % batch == 0:
         return torch.unflatten(tensor, 0, (batch, -1))

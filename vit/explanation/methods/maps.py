@@ -14,7 +14,6 @@ from vit.explanation.capture.forward import (
     evaluation_mode,
     run_forward,
     settle_source,
-    split_prefix,
 )
 from vit.explanation.capture.reader import ModelReader, read_model
 from vit.explanation.methods.libra import LibraGradients
@@ -98,8 +97,8 @@ def compute_maps(
                 found = _combine([relevance[part] for part in method.parts], num_prefix)
             else:
                 found = relevance[method.name]
-            split = split_prefix(found, num_prefix_tokens=num_prefix, grid=forward.grid)
-            maps.append(Maps(method, split.float()))
+            patches = torch.unflatten(found[..., num_prefix:], -1, forward.grid)
+            maps.append(Maps(method, patches.float()))
         return forward, targets, maps
 
 

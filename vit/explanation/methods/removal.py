@@ -67,9 +67,9 @@ def _differentiate_pooling(forward: Forward, score: Float[Tensor, " B"]) -> Toke
     whole, and for a maximum, which has no first order."""
     result = torch.zeros_like(at_least_float32(forward.pool_weights))
     pool = forward.record.pool
-    if pool is not None and pool.heads is not None:
+    if pool is not None and pool.output.requires_grad:
         (heads_gradient,) = torch.autograd.grad(
-            score.sum(), pool.heads, retain_graph=True, allow_unused=True
+            score.sum(), pool.output, retain_graph=True, allow_unused=True
         )
         # a classifier may read something else
         if heads_gradient is not None:

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from vit.explanation.capture.forward import Forward, split_prefix
+from vit.explanation.capture.forward import Forward
 from vit.explanation.capture.pooling import TokenWeights
 from vit.model.logits import at_least_float32
 from vit.model.vision_transformer import VisionTransformer
@@ -165,9 +165,7 @@ class LogitsAndRollout(nn.Module):
             num_patches = model.grid_size[0] * model.grid_size[1]
             pool_weights[:, model.num_prefix_tokens :] = 1 / num_patches
         relevance = attention_rollout(attentions, pool_weights=pool_weights)
-        maps = split_prefix(
-            relevance, num_prefix_tokens=model.num_prefix_tokens, grid=model.grid_size
-        )
+        maps = torch.unflatten(relevance[:, model.num_prefix_tokens :], -1, model.grid_size)
         return logits, maps
 
 
