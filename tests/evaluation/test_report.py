@@ -20,7 +20,7 @@ from vit.data.sources.base import ArrayReader
 from vit.evaluation.images import EvaluationSet, TrainTestOverlap
 from vit.evaluation.metrics import score_logits
 from vit.evaluation.report.contrast import Contrast, Mistake
-from vit.evaluation.report.report import build_report, describe_errors
+from vit.evaluation.report.report import build_report
 from vit.evaluation.result import EvaluationResult
 from vit.evaluation.subgroups import Subgroup
 from vit.prediction.conformal import SetMetrics
@@ -137,13 +137,6 @@ def test_a_model_without_maps_has_a_report_that_says_so(case: EvaluationResult) 
     assert page.count('<div class="error">') == 8
 
 
-def test_many_classes_keep_the_page_small() -> None:
-    names = tuple(f"class {index:04d}" for index in range(1500))
-    page = build(make_case(1500, names))
-    assert "Shown are the 1,000 of 1,500 classes" in page
-    assert len(page) < 2_000_000
-
-
 def test_a_report_of_a_model_says_why(tiny_bundle: Bundle) -> None:
     result = vit.evaluate(tiny_bundle, data="digits", num_examples=4)
     page = result.build_files()["report.html"]
@@ -151,9 +144,6 @@ def test_a_report_of_a_model_says_why(tiny_bundle: Bundle) -> None:
     assert page.count('<div class="error">') == page.count('alt="map of') == 4
     # the training photos of both classes are at hand
     assert page.count('alt="training photo digits/') == 2 * 4
-    said = describe_errors(result.evaluation, result.scores)
-    assert re.match(r"The most frequent error is \d predicted as \d: \d+ of \d+ errors\.", said)
-    assert said in page
 
 
 # --- in a browser

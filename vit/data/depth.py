@@ -58,7 +58,8 @@ def is_deep(image: Any) -> bool:
 
 
 def read_deep(image: Any) -> DeepImage:
-    """Read an image of `is_deep`, in memory or not decoded yet. Raises ValueError if it is damaged."""
+    """Read an image of `is_deep`, in memory or not decoded yet. Raises ValueError if it is
+    damaged."""
     if _has_deep_colours(image):
         # takes long to import; Pillow keeps the high bytes alone
         import cv2

@@ -69,8 +69,8 @@ def is_image_name(path: str) -> bool:
 def read_image(
     file: Path | BinaryIO, *, name: str = "image", draft_side: int | None = None
 ) -> Image.Image:
-    """Decode the first frame of an image file, or of a file opened for reading bytes with a name for
-    messages: EXIF rotation is applied, and see `to_rgb`.
+    """Decode the first frame of an image file, or of a file opened for reading bytes with a name
+    for messages: EXIF rotation is applied, and see `to_rgb`.
 
     With `draft_side`, the pixels of a side that are enough, a JPEG file is decoded at a fraction of
     its size, down to an eighth, in less time.

@@ -118,8 +118,8 @@ def measure_mean_and_std(images: Iterable[np.ndarray]) -> tuple[Triple, Triple]:
 
 
 def compute_class_ratio(labels: np.ndarray) -> float:
-    """Compute the ratio of the largest class to the smallest that has images, from the class of each
-    image, int64 [n], or which labels it has, bool [n, C]."""
+    """Compute the ratio of the largest class to the smallest that has images, from the class of
+    each image, int64 [n], or which labels it has, bool [n, C]."""
     counts = count_labels(labels, 0)
     counts = counts[counts > 0]
     return float(counts.max() / counts.min())

@@ -13,11 +13,8 @@ def fit_temperature(logits: Float32s, labels: Ints | Bools) -> float:
     """Fit the temperature that calibrates the probabilities (Guo et al. 2017, section 4.2).
 
     If all n images are right, the cross-entropy has no minimum: probabilities are raised no further
-    than to a mean of (n + 1) / (n + 2), the rule of succession.
-
-    Args:
-        logits: [n, C], of images that are neither for training nor for testing.
-        labels: Class of each image, [n], or which labels it has, bool [n, C].
+    than to a mean of (n + 1) / (n + 2), the rule of succession. The images are neither for training
+    nor for testing; see `score_logits`.
 
     Returns:
         The temperature that minimises the cross-entropy of softmax(logits / T), of several labels

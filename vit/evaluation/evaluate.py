@@ -203,14 +203,11 @@ def _load_out_of_fold(bundle: Bundle) -> Predictions | None:
 
 
 def _select(images: EvaluationSet, found: Predictions) -> EvaluationSet:
-    """Return the predicted ones of the training images, in the order of the predictions.
-
-    Raises:
-        ValueError: One is missing or has changed.
-    """
+    """Return the predicted ones of the training images, in the order of the predictions. Raises
+    ValueError if one is missing or has changed."""
     ids = found.ids.tolist()
-    position = {name: index for index, name in enumerate(images.ids)}
-    chosen = np.array([position.get(name, -1) for name in ids])
+    place_of = dict(zip(images.ids, range(len(images)), strict=True))
+    chosen = np.array([place_of.get(name, -1) for name in ids])
     if (chosen < 0).any() or (images.dataset.digests[chosen] != found.digests).any():
         raise ValueError(
             "the images have changed since the run was cross-validated; train it again, or name"
@@ -244,8 +241,8 @@ def _measure(
     values: Mapping[str, Mapping[str, str]],
     **facts: Any,
 ) -> tuple[Scores, Evaluation]:
-    """Measure logits, of all images and by the values of columns, see `read_values`. The facts are
-    other fields of the evaluation."""
+    """Measure logits, of all images and by columns, see `read_values`. The facts are other fields
+    of the evaluation."""
     dataset = images.dataset
     scores = score_logits(
         logits,
@@ -291,7 +288,6 @@ def _predict(predictor: BatchPredictor, images: EvaluationSet, *, title: str) ->
 
 
 def _describe_conditions(predictor: BatchPredictor) -> dict[str, str]:
-    """Return the conditions that an evaluation records, by name."""
     return {
         "device": describe_device(predictor.device),
         "processes": str(current_process().world_size),

@@ -29,14 +29,8 @@ _MAX_NAMES = 20
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """Decoded images with their labels.
-
-    Attributes:
-        dataset: The images.
-        ids: Their names, as text that any file can hold.
-        labels: Indices of the model's classes, [n]; or which labels each image has, bool [n, C].
-        preprocess: The model's preprocessing.
-    """
+    """Decoded images with their names, as text that any file can hold, and their labels: indices of
+    the model's classes, [n], or which labels each image has, bool [n, C]."""
 
     dataset: ImageDataset
     ids: tuple[str, ...]
@@ -57,12 +51,8 @@ class EvaluationSet:
 
 
 def load_images(bundle: Bundle, splits: DatasetSplits, split: str | None) -> EvaluationSet:
-    """Decode a split and match its classes with the model's.
-
-    Raises:
-        ValueError: A class of the data is not one of the model's, or only one of both has several
-            labels an image.
-    """
+    """Decode a split and match its classes with the model's. Raises ValueError if one isn't the
+    model's, or only one of both has several labels an image."""
     source = splits.split(split)
     if source.is_multilabel != bundle.is_multilabel:
         kinds = ["one class", "several labels"]
@@ -86,14 +76,9 @@ def load_images(bundle: Bundle, splits: DatasetSplits, split: str | None) -> Eva
 
 
 def find_labels(dataset: ImageDataset, model_classes: Sequence[str]) -> Ints | Bools:
-    """Return the labels of images as classes of a model, int64 [n] or bool [n, C].
-
-    A name also matches a list of synonyms that it begins: "tench" matches "tench, Tinca tinca",
-    as timm spells it.
-
-    Raises:
-        ValueError: Labels name classes that the model doesn't know.
-    """
+    """Return the labels of images as classes of a model, int64 [n] or bool [n, C]. A name also
+    matches a list of synonyms that it begins: "tench" matches "tench, Tinca tinca", as timm spells
+    it. Raises ValueError for classes that the model doesn't know."""
     synonyms = [name.partition(",")[0] for name in model_classes]
     counts = Counter(synonyms)
     places = {name: place for place, name in enumerate(synonyms) if counts[name] == 1}
@@ -122,11 +107,7 @@ def check_data(
     dataset: Any,
     rule: ImageRule = ImageRule(),  # noqa: B008 (immutable)
 ) -> None:
-    """Check how a public function is told its images, before its model is loaded.
-
-    Raises:
-        ValueError: `data` is neither a name nor a path, or `dataset` is given with another.
-    """
+    """Check how a public function is told its images, before its model is loaded."""
     if data is not None:
         expected = "a name or path; pass images from Python as dataset=…"
         check_kind(data, (str, Path), name="data", expected=expected)
@@ -159,11 +140,9 @@ def open_data(
 class TrainTestOverlap:
     """Evaluated images that were in training: metrics on them don't measure generalisation.
 
-    Attributes:
-        exact: Number of images with the same pixels as one in training.
-        near: Number of recoded, resized, mirrored or very similar images.
-        examples: Up to 20 of them, exact ones first.
-        accuracy_without: Top-1 accuracy, or exact match, of the other images; null without any.
+    `exact` ones have the same pixels, `near` ones are recoded, resized, mirrored or very similar;
+    `examples` names 20, exact ones first; `accuracy_without` is the top-1 accuracy, or exact match,
+    of the other images, null without any.
     """
 
     exact: int

@@ -30,12 +30,8 @@ def number_clusters(groups: Sequence[str] | None, count: int) -> Ints:
 
 
 def compute_proportion_interval(successes: float, count: float) -> Interval:
-    """Compute the exact interval of a proportion (Clopper & Pearson 1934).
-
-    Args:
-        successes: Successes in the sample. Divided by a design effect it is not whole.
-        count: Size of the sample; for 0 the interval is 0…1.
-    """
+    """Compute the exact interval of a proportion (Clopper & Pearson 1934); 0…1 without a sample.
+    Successes that are divided by a design effect aren't whole."""
     failures = count - successes
     low = float(betaincinv(successes, failures + 1, _TAIL)) if successes > 0 else 0.0
     high = float(betaincinv(successes + 1, failures, 1 - _TAIL)) if failures > 0 else 1.0
@@ -43,15 +39,12 @@ def compute_proportion_interval(successes: float, count: float) -> Interval:
 
 
 def compute_clustered_interval(correct: Bools, clusters: Ints) -> Interval:
-    """Compute the interval of an accuracy whose images come in groups.
+    """Compute the interval of the fraction of correct images, [n], that come in groups with these
+    numbers, [n].
 
     It is Clopper and Pearson's interval for the number of independent images that would give the
-    accuracy the same variance (Korn & Graybill 1998, "Confidence intervals for proportions with
+    fraction the same variance (Korn & Graybill 1998, "Confidence intervals for proportions with
     small expected number of positive counts estimated from survey data").
-
-    Args:
-        correct: True for an image that is predicted correctly, [n].
-        clusters: Number of its group, [n].
     """
     count = len(correct)
     # nothing follows from no image, nor from a single group of several
@@ -62,16 +55,13 @@ def compute_clustered_interval(correct: Bools, clusters: Ints) -> Interval:
 
 
 def compute_design_effect(outcomes: Bools, clusters: Ints) -> float:
-    """Compute the factor by which groups widen the variance of a proportion; 1 without groups.
+    """Compute the factor by which groups widen the variance of a proportion; 1 without groups. See
+    `compute_clustered_interval`.
 
     Kish's design effect is 1 + ρ (Σm²/n − 1) for groups of m images whose correlation is ρ. Its
     estimate from few groups is often far too small. Therefore it is drawn towards its value at
     ρ = 1, as if half a group had shown that one. The variance of few groups is itself uncertain, so
     that Student's t with their degrees of freedom replaces that of the images (Korn & Graybill).
-
-    Args:
-        outcomes: True for an image that is predicted correctly, or whatever is counted, [n].
-        clusters: Number of its group, [n].
     """
     count = len(outcomes)
     deviations = outcomes - outcomes.mean()
@@ -109,13 +99,8 @@ def leave_out_parts(clusters: Ints) -> Bools:
 
 
 def find_step(clusters: Ints, support: Ints | None = None) -> float:
-    """Return how much one more error counts in a mean over classes: that of a group that is wrong;
-    of a rare label, one more image weighs more.
-
-    Args:
-        clusters: Number of each image's group, [n].
-        support: Number of images of each label, [C]; None for classes.
-    """
+    """Return how much one more error counts in a mean over classes: that of a group that is wrong.
+    Of labels with these numbers of images, [C], one more image of a rare one weighs more."""
     count = len(clusters)
     if support is None:
         return float((np.bincount(clusters) ** 2).sum()) / count**2
@@ -127,14 +112,11 @@ def find_step(clusters: Ints, support: Ints | None = None) -> float:
 
 
 def bound_rate(values: Sequence[float], step: float) -> Interval:
-    """Compute the interval of a metric from 0 to 1 by the jackknife.
+    """Compute the interval of a metric from 0 to 1 by the jackknife, from its value and those
+    without each part of the images, NaN where it isn't defined, and its change by one more error.
 
     One minus the metric is a sum of errors to which few images contribute most, so it has a gamma
     interval (Fay & Feuer 1997), which is exact for Poisson counts and holds without a single error.
-
-    Args:
-        values: The metric, then without each part of the images; NaN where it isn't defined.
-        step: Change of the metric by one more error.
     """
     value, left_out = float(values[0]), np.array(values[1:])
     if np.isnan(value):

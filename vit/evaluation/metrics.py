@@ -26,8 +26,8 @@ from vit.prediction.probabilities import (
 )
 
 _NUM_BINS = 15
-# Largest loss of an image, that of the least probability of a float64: a logit of −∞ leaves the mean
-# finite.
+# Largest loss of an image, that of the least probability of a float64: a logit of −∞ leaves the
+# mean finite.
 _MAX_LOSS = 708.0
 # averages over classes, and over labels → what of each class they average
 _AVERAGES = (
@@ -41,9 +41,9 @@ class Scores:
     """Predictions of n images of C classes or labels, and their contributions to the metrics.
 
     Attributes:
-        labels: Index of each image's class, [n]; or which labels it has, bool [n, C].
-        predicted: Index of the predicted class, [n]; or which labels are predicted, bool [n, C].
-        probabilities: Probability of each class or label, [n, C].
+        labels, predicted: Index of each image's class and of the predicted one, [n]; or which
+            labels it has, and which are predicted, bool [n, C].
+        probabilities: Of each class or label, [n, C].
         loss: Cross-entropy of these probabilities, of several labels the mean over them, nats, [n].
         rank: Number of classes ahead of the image's class, or number of labels that are wrong, [n].
             Among equal logits the first class is ahead, and the predicted class is ahead of all.
@@ -100,12 +100,10 @@ def score_logits(
     thresholds: Floats | float = THRESHOLD,
     threshold: ClassThreshold | None = None,
 ) -> Scores:
-    """Score logits against labels.
+    """Score logits [n, C] against the class of each image, [n], or its labels, bool [n, C].
 
     Args:
-        logits: [n, C].
-        labels: Class of each image, [n], 0…C-1; or which labels it has, bool [n, C].
-        temperature: Divisor of the logits before the softmax, or the sigmoid for labels.
+        logits: They are divided by `temperature` before the softmax, or the sigmoid for labels.
         thresholds: Probability from which each label is predicted, [C] or for all.
         threshold: The operating point of one class. None: the class of the highest logit is
             predicted.
@@ -145,14 +143,9 @@ def score_logits(
 
 
 def bin_confidence(scores: Scores) -> tuple[Ints, Floats, Floats]:
-    """Count predictions in 15 bins of confidence; of several labels, all pairs of image and label.
-
-    Returns:
-        The counts, the mean confidences and the accuracies, [15] each; 0 for an empty bin.
-
-    Raises:
-        ValueError: The logits hold NaN or infinity.
-    """
+    """Count predictions in 15 bins of confidence, of several labels all pairs of image and label:
+    return the counts, the mean confidences and the accuracies, 0 for an empty bin. Raises
+    ValueError for NaN or infinity among the logits."""
     num_wrong = int(np.isnan(scores.probabilities).any(axis=1).sum())
     if num_wrong:
         raise ValueError(
@@ -176,10 +169,8 @@ class ClassMetrics:
     """Metrics of one class or label, 0 to 1, with 95 % intervals. Those that need an image of it
     are None without one, and those after `threshold` for classes that have no threshold.
 
-    Attributes:
-        support, predicted: Number of images that have it, and that are predicted to have it.
-        threshold: Probability from which a label or one of two classes is predicted.
-        specificity: Fraction of the images without it that are predicted not to have it.
+    `support` and `predicted` are the numbers of images that have it, and that are predicted to have
+    it; `threshold` is the probability from which a label or one of two classes is predicted.
     """
 
     name: str
@@ -211,23 +202,26 @@ def compute_metrics(scores: Scores) -> dict[str, float]:
     Averages over classes are over those that some image has; of the area under the ROC curve, over
     those that another image lacks, too. They are scikit-learn's with `labels=np.unique(y_true)` and
     `zero_division=0`. The calibration error is that of Guo et al. (2017), equation 3.
-
-    Raises:
-        ValueError: The logits hold NaN or infinity.
     """
     counts, means, accuracies = bin_confidence(scores)
     calibration_error = float((counts * np.abs(means - accuracies)).sum() / max(counts.sum(), 1))
     averages = _average(scores, _measure_classes(scores, slice(None)))
-    accuracy = float(scores.correct.mean())
+    rates = {name: float(values.mean()) for name, values in _list_proportions(scores).items()}
     shared = {"loss": float(scores.loss.mean()), "ece": calibration_error}
     if scores.is_multilabel:
-        return {**averages, "exact_match": accuracy, **shared}
+        return {**averages, **rates, **shared}
     # with many classes, a one-hot matrix of the labels would double the memory
     squares = (scores.probabilities**2).sum(axis=1)
     # sum over classes of (p - y)², with y one at the label
     brier = float((squares - 2 * scores.label_probability + 1).mean())
-    top5 = float((scores.rank < 5).mean())
-    return {"top1": accuracy, "top5": top5, **averages, **shared, "brier": brier}
+    return {**rates, **averages, **shared, "brier": brier}
+
+
+def _list_proportions(scores: Scores) -> dict[str, Bools]:
+    """Return the metrics that are proportions of the images: name → which images count, [n]."""
+    if scores.is_multilabel:
+        return {"exact_match": scores.correct}
+    return {"top1": scores.correct, "top5": scores.rank < 5}
 
 
 def measure(
@@ -236,27 +230,19 @@ def measure(
     """Compute the metrics, their 95 % intervals, and a row for each class or label.
 
     The intervals of proportions are Clopper and Pearson's, those of averages over classes and of
-    areas under curves the jackknife's. Loss, calibration error and Brier score have none.
-
-    Args:
-        scores: Scores of the images.
-        groups: Group of each image. None: each is its own group.
-        class_names: Names of the classes or labels; without them there are no rows.
-
-    Raises:
-        ValueError: The logits hold NaN or infinity.
+    areas under curves the jackknife's. Loss, calibration error and Brier score have none. Without
+    `groups` each image is its own, and without `class_names` there are no rows. Raises ValueError
+    for NaN or infinity among the logits.
     """
     metrics = compute_metrics(scores)
     clusters = number_clusters(groups, len(scores))
     # each class measured on all images, and without each part of them
     tables = [_measure_classes(scores, kept) for kept in (slice(None), *leave_out_parts(clusters))]
-    right, support = {"top1": scores.correct, "top5": scores.rank < 5}, None
-    if scores.is_multilabel:
-        right, support = {"exact_match": scores.correct}, scores.labels.sum(axis=0)
     intervals = {
-        name: compute_clustered_interval(values, clusters) for name, values in right.items()
+        name: compute_clustered_interval(values, clusters)
+        for name, values in _list_proportions(scores).items()
     }
-    step = find_step(clusters, support)
+    step = find_step(clusters, scores.labels.sum(axis=0) if scores.is_multilabel else None)
     averages = [_average(scores, table) for table in tables]
     for name in averages[0]:
         intervals[name] = bound_rate([each[name] for each in averages], step)
@@ -272,12 +258,9 @@ def find_known(value: float) -> float | None:
 
 
 def _measure_classes(scores: Scores, kept: Bools | slice) -> dict[str, Floats]:
-    """Measure each class or label on the images that are kept.
-
-    Returns:
-        Name → [C]; NaN where it isn't defined. "counts" are the images that have the class, are
-        predicted to have it, and both, [3, C].
-    """
+    """Measure each class or label on the images that are kept: name → [C], NaN where it isn't
+    defined. "counts" are the images that have the class, are predicted to have it, and both,
+    [3, C]."""
     labels, predicted = scores.labels[kept], scores.predicted[kept]
     num_classes = scores.probabilities.shape[1]
     if scores.is_multilabel:
@@ -305,9 +288,8 @@ def _measure_classes(scores: Scores, kept: Bools | slice) -> dict[str, Floats]:
 
 def compute_areas(labels: Bools, probabilities: Floats) -> tuple[float, float]:
     """Compute the average precision and the area under the ROC curve of one label, as scikit-learn
-    does, but in a tenth of its time: the jackknife needs them 50 times for each label. They are NaN
-    if no image has the label, and the area if every image has it.
-    """
+    does, but in a tenth of its time: the jackknife needs them 50 times for each label. NaN if no
+    image has the label, and for the area if every image has it."""
     num_positive = int(labels.sum())
     num_others = len(labels) - num_positive
     if not num_positive:

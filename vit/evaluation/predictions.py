@@ -30,8 +30,7 @@ class Predictions:
         ids: Name of each image, as text that any file can hold, [n].
         digests: Hash of its pixels, uint64 [n]. See `ImageDataset.digests`.
         groups: Its group, as text, [n]; its name if it is its own group.
-        labels: Its class, [n]; or which labels it has, bool [n, C].
-        predicted: The predicted class, or labels, likewise.
+        labels, predicted: Its class, [n], or which labels it has, bool [n, C]; and the predicted.
         logits: [n, C].
     """
 
@@ -61,10 +60,7 @@ def save_predictions(path: Path, dataset: ImageDataset, scores: "Scores", logits
 
 def load_predictions(directory: Path, num_classes: int) -> Predictions | None:
     """Return the predictions in the directory of a run or an evaluation; None if it has none.
-
-    Raises:
-        ValueError: They are damaged, or of another model.
-    """
+    Raises ValueError if they are damaged, or of another model."""
     path = directory / PREDICTIONS_FILE
     if not path.is_file():
         return None

@@ -150,21 +150,6 @@ class Evaluation(BaseModel):
         """Fraction of images of which the class, or all labels, are right."""
         return self.metrics.get("top1") or self.metrics.get("exact_match") or 0.0
 
-    @property
-    def _guess(self) -> float:
-        """Fraction of the most frequent class, or the mean one of the labels, which is the mean
-        average precision of a random order."""
-        supports = [row.support for row in self.per_class if row.support] or [0]
-        mean = sum(supports) / len(supports)
-        return (mean if self.is_multilabel else max(supports)) / self.num_images
-
-    def beats_guessing(self) -> bool:
-        """Return whether the interval of the headline lies above guessing, or with an operating
-        point that of the area under the ROC curve above a half."""
-        if self.operating_point and (row := self.one_against_rest):
-            return row.roc_auc_interval[0] > 0.5
-        return self.intervals[self.headline][0] > self._guess
-
     def describe_accuracy(self) -> str:
         """Return the headline in a sentence: the accuracy, or the rates at the operating point."""
         count, row = self.num_images, self.one_against_rest
@@ -193,17 +178,22 @@ class Evaluation(BaseModel):
         )
 
     def describe_guessing(self) -> str:
-        """Compare the headline with that of guessing."""
-        guess = (
-            "a random order" if self.is_multilabel else "always predicting the most frequent class"
-        )
-        text = f"{guess} gives {self._percent(self._guess)}."
+        """Say whether the interval of the headline lies above guessing, or with an operating point
+        that of the area under the ROC curve above a half."""
+        supports = [row.support for row in self.per_class if row.support] or [0]
+        guess, kind = max(supports), "always predicting the most frequent class"
+        if self.is_multilabel:
+            # the mean average precision of a random order
+            guess, kind = sum(supports) / len(supports), "a random order"
+        guess /= self.num_images
+        is_better = self.intervals[self.headline][0] > guess
+        text = f"{kind} gives {self._percent(guess)}."
         if self.operating_point and (row := self.one_against_rest):
+            is_better = row.roc_auc_interval[0] > 0.5
             share = self._percent(row.predicted / self.num_images)
             text = f"as many images at random would have {share} of them."
-        if self.beats_guessing():
-            return f"By comparison, {text}"
-        return f"That may be no better than guessing: {text}"
+        start = "By comparison," if is_better else "That may be no better than guessing:"
+        return f"{start} {text}"
 
     def list_warnings(self) -> list[str]:
         """Return what a reader should know before quoting a metric, in sentences."""
@@ -275,10 +265,7 @@ class EvaluationResult(Result):
 
     def write_predictions(self, path: Path) -> None:
         """Write predictions.csv for people: a line for each image, with the probability of each
-        class.
-
-        These have the digits of a float32: 0.7 GB for 50,000 images of 1,000 classes.
-        """
+        class in the digits of a float32: 0.7 GB for 50,000 images of 1,000 classes."""
         scores, images = self.scores, self.images
         names = [escape_formula(name) for name in self.bundle.class_names]
 

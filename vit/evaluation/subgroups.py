@@ -17,15 +17,8 @@ _MAX_VALUES = 100
 
 @dataclass(frozen=True)
 class Subgroup:
-    """The images with one value of a column.
-
-    Attributes:
-        name: The value.
-        num_images: Number of images.
-        num_groups: Number of groups of these images.
-        metric: Accuracy, or mean average precision, 0 to 1; null if no image has a label.
-        interval: Its 95 % interval, by group.
-    """
+    """The images with one value of a column, its name. The metric is the accuracy, or the mean
+    average precision, 0 to 1, null if no image has a label; the 95 % interval is that of groups."""
 
     name: str
     num_images: int
@@ -44,10 +37,7 @@ class Subgroup:
 
 def read_values(dataset: ImageDataset, column: str) -> dict[str, str]:
     """Return the value of each image in a column of a table: id → text, empty without a value.
-
-    Raises:
-        ValueError: There is no such column, or it has more than 100 values.
-    """
+    Raises ValueError if there is no such column, or it has more than 100 values."""
     if dataset.rows is None:
         raise ValueError(f"--by {shorten(column)} needs a table with that column")
     found = dataset.read_column(column)

@@ -22,8 +22,8 @@ _RULE = re.compile(
 
 
 class Rule(NamedTuple):
-    """How a threshold is chosen: by the wanted rate of this name, or by "f1", which has no value.
-    The label is None if none was named."""
+    """How a threshold is chosen: by the wanted rate of this name, or by "f1", for all labels or for
+    one."""
 
     text: str
     name: str
@@ -32,15 +32,9 @@ class Rule(NamedTuple):
 
 
 def parse_rule(text: str, bundle: Bundle) -> Rule:
-    """Read a rule, such as "sensitivity=0.95", "effusion:precision=0.8" or "f1".
-
-    Args:
-        text: The rule. For one class of more than two it must name the class.
-        bundle: The model.
-
-    Raises:
-        ValueError: It is none, or names an unknown class or none of several.
-    """
+    """Read a rule, such as "sensitivity=0.95", "effusion:precision=0.8" or "f1". For one class of
+    more than two it must name the class. Raises ValueError if it is none, or names no class of the
+    model."""
     match = _RULE.fullmatch(text)
     # F1 needs no rate
     rate = float((match and match["value"]) or 1)
@@ -62,14 +56,8 @@ def parse_rule(text: str, bundle: Bundle) -> Rule:
 def choose_operating_point(
     bundle: Bundle, rule: Rule, images: EvaluationSet, logits: Float32s
 ) -> tuple[Bundle, list[str]]:
-    """Choose the thresholds of a model on images with these logits, [n, C].
-
-    Returns:
-        The model with its operating point, and sentences about it.
-
-    Raises:
-        ValueError: No threshold of these images keeps the promise.
-    """
+    """Choose the thresholds of a model on images with these logits, [n, C]: return the model with
+    its operating point, and sentences about it. Raises ValueError if none keeps the promise."""
     probabilities = compute_probabilities(bundle, logits)
     names, marks = bundle.class_names, images.labels
     places = list(range(len(names)))
@@ -113,13 +101,10 @@ def choose_threshold(
         is_positive: Which images have it, [n].
         rule: The rule.
         clusters: Number of each image's group, [n].
-        name: The label.
+        name: The label in messages.
 
     Returns:
         The threshold, halfway between two neighbouring probabilities of these images.
-
-    Raises:
-        ValueError: No threshold keeps the promise.
     """
     num_positive = int(is_positive.sum())
     num_others = len(is_positive) - num_positive

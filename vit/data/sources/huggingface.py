@@ -1,5 +1,5 @@
-"""Data sets of Hugging Face's library `datasets`: names on the Hub and Parquet files. Their rows are
-read as items from Python are."""
+"""Data sets of Hugging Face's library `datasets`: names on the Hub and Parquet files. Their rows
+are read as items from Python are."""
 
 import glob
 from collections.abc import Mapping
@@ -21,8 +21,8 @@ _NO_LABELS = {"-1", "None", "[]", "['-1']"}
 
 
 class Rows:
-    """Rows of a datasets.Dataset as items: the bytes of an image's file, and the name of its class or
-    a list of its labels. Raises ValueError if it lacks a column of images or of labels."""
+    """Rows of a datasets.Dataset as items: the bytes of an image's file, and the name of its class
+    or a list of its labels. Raises ValueError if it lacks a column of images or of labels."""
 
     is_on_disk = True
 

@@ -1,4 +1,5 @@
-"""Sets known by name: scikit-learn's digits, four of torchvision, Imagenette, an ImageNet folder."""
+"""Sets known by name: scikit-learn's digits, four of torchvision, Imagenette, an ImageNet
+folder."""
 
 import gzip
 from collections.abc import Callable, Mapping
@@ -61,7 +62,8 @@ def find_imagenette(request: Request) -> Listing:
 
 
 def find_imagenet(request: Request) -> Listing:
-    """List an ImageNet folder, train/<wnid> and val/<wnid>, whose classes have a wnid and a name."""
+    """List an ImageNet folder, train/<wnid> and val/<wnid>, whose classes have a wnid and a
+    name."""
     return find_class_folders("imagenet", check_root(request.place), request.classes)
 
 
@@ -92,14 +94,14 @@ def _open_or_download(
         # torchvision's message has a line for each mirror
         reason = " ".join(str(error).split())
         raise OSError(
-            f"{name} could not be downloaded ({reason}); put torchvision's files of it into {folder}"
-            " and start again, or point data.root at a copy"
+            f"{name} could not be downloaded ({reason}); put torchvision's files of it into"
+            f" {folder} and start again, or point data.root at a copy"
         ) from error
 
 
 def find_torchvision(name: str, request: Request) -> Listing:
-    """List CIFAR-10, CIFAR-100, MNIST or Fashion-MNIST in torchvision's files, or in idx files in the
-    root itself. Missing files are downloaded with torchvision's checksums.
+    """List CIFAR-10, CIFAR-100, MNIST or Fashion-MNIST in torchvision's files, or in idx files in
+    the root itself. Missing files are downloaded with torchvision's checksums.
 
     Raises:
         OSError: The download failed; the message says how to do it by hand.

@@ -18,8 +18,8 @@ FROM_PYTHON = "from-python"
 
 
 class ItemReader(ImageReader):
-    """The images of sets of items. `places` has the number of the set, the place in it, and the hash
-    of the image, uint64 [n, 3]."""
+    """The images of sets of items. `places` has the number of the set, the place in it, and the
+    hash of the image, uint64 [n, 3]."""
 
     def __init__(self, sets: Sequence[Any], names: Sequence[str], places: np.ndarray) -> None:
         super().__init__(names, places)
@@ -117,8 +117,8 @@ def _list_items(part: Any) -> Any:
         images, labels = part
         if len(images) != len(labels):
             raise ValueError(
-                f"dataset holds {len(images)} images and {len(labels)} labels; pass a label for each"
-                ' image, and validation images as {"train": …, "validation": …}'
+                f"dataset holds {len(images)} images and {len(labels)} labels; pass a label for"
+                ' each image, and validation images as {"train": …, "validation": …}'
             )
         return list(zip(images, labels, strict=True))
     # pandas' DataFrame is read by its columns
@@ -169,8 +169,8 @@ def _name_labels(
     if not is_right or not all(isinstance(value, str) for value in each):
         values = shorten(", ".join(sorted(set(map(repr, each)))))
         raise ValueError(
-            f"the labels of dataset are {values}, not class names nor integers that count the classes"
-            " from 0, or for several labels lists of their names, such as"
+            f"the labels of dataset are {values}, not class names nor integers that count the"
+            " classes from 0, or for several labels lists of their names, such as"
             " [[names[place] for place in row.nonzero()[0]] for row in marks]"
         )
     names = known or (sorted(set(each)) if are_sets else sort_class_names(each))

@@ -38,14 +38,8 @@ def draw_chart(
     *,
     size: tuple[float, float] = (4.2, 2.9),
 ) -> str:
-    """Draw one chart for a page, by default as wide as a column. Names are escaped.
-
-    Args:
-        title: Its title.
-        labels: Names of both axes.
-        draw: Function that draws into the axes.
-        size: Width and height in inches.
-    """
+    """Draw one chart for a page by a function that draws into its axes, which have these labels.
+    The size is in inches, by default that of a column. Names are escaped."""
     file = io.StringIO()
     with mpl.rc_context(_STYLE):
         # outside of pyplot, whose figures stay in memory

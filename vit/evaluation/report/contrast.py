@@ -32,14 +32,8 @@ _BATCH = 16
 
 
 class Mistake(NamedTuple):
-    """A wrong prediction of one image.
-
-    Attributes:
-        image: Number of the image.
-        place: Its class; or the label that is missed or falsely found.
-        predicted: Class that is predicted; or the label.
-        is_missed: False for a label that is falsely found.
-    """
+    """A wrong prediction of the image with this number: its class and the predicted one; or twice
+    the label that is missed, or falsely found."""
 
     image: int
     place: int
@@ -48,14 +42,9 @@ class Mistake(NamedTuple):
 
 
 class Contrast(NamedTuple):
-    """Why one image has a wrong prediction.
-
-    Attributes:
-        values: Evidence for the wrong answer and against the right one, [rows, columns].
-        removed: The fewest patches found whose removal changes the answer; empty if removing a
-            quarter of the patches doesn't change it.
-        answer: Class that the model predicts without them; None for a label.
-    """
+    """Why one image has a wrong prediction: the evidence for it and against the right one, the
+    fewest patches found whose removal changes the answer, none if a quarter of them doesn't, and
+    the class that the model predicts without them, None for a label."""
 
     values: Float[np.ndarray, "rows columns"]
     removed: list[int]
@@ -103,11 +92,8 @@ def whiten(photo: Pixels, contrast: Contrast) -> Pixels:
 def explain_mistakes(
     bundle: Bundle, mistakes: Sequence[Mistake], pixels: Sequence[Pixels]
 ) -> list[Contrast]:
-    """Explain mistakes of a model in images as it sees them, [H, W, 3] each.
-
-    Raises:
-        ValueError: The model's attention can't be read.
-    """
+    """Explain mistakes of a model in images as it sees them, [H, W, 3] each. Raises ValueError if
+    its attention can't be read."""
     contrasts: list[Contrast] = []
     for start in range(0, len(pixels), _BATCH):
         part = mistakes[start : start + _BATCH]

@@ -1,13 +1,12 @@
 """The report of an evaluation: one self-contained HTML file, for classes and for several labels."""
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
 from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 from PIL import Image
 
 from vit.evaluation.metrics import Scores
@@ -27,18 +26,16 @@ from vit.runtime.numbers import format_interval, format_number, format_percent
 
 if TYPE_CHECKING:
     # A result writes its own report.
-    from vit.evaluation.result import Evaluation, EvaluationResult
+    from vit.evaluation.result import EvaluationResult
 
 _TEMPLATE = Path(__file__).with_name("report.html.jinja")
 # classes in the confusion matrix, and labels with curves
 _MAX_DRAWN = 40
-# rows in the table of classes; 20,000 would make a page of 6 MB
-_MAX_CLASSES = 1000
 
 
 class Picture(NamedTuple):
-    """A picture of a mistake: a data address, empty where there is none, what it shows, and the
-    sentence and the name below it."""
+    """A data address, empty where there is none, what it shows, and the sentence and name below
+    it."""
 
     address: str
     shows: str
@@ -67,23 +64,15 @@ def build_report(result: "EvaluationResult") -> str:
         place: draw_curves(scores.probabilities[:, place], scores.mark(place)[0], classes[place])
         for place in drawn[:_MAX_DRAWN]
     }
-    if len(classes) > _MAX_CLASSES:
-        # classes without images come last
-        classes = sorted(classes, key=lambda row: (row.f1 is None, row.f1 or 0))[:_MAX_CLASSES]
     context = {
         "e": evaluation,
         "run": name_model(evaluation.model),
-        "sentences": filter(
-            None, [evaluation.describe_guessing(), describe_errors(evaluation, scores)]
-        ),
-        "warnings": evaluation.list_warnings(),
         "percent": partial(format_percent, count=evaluation.num_images),
         "interval": partial(format_interval, count=evaluation.num_images),
         "number": format_number,
-        "classes": classes,
         # class or label → its curves, its mistakes
         "details": [
-            (evaluation.per_class[place], curves.get(place, []), mistakes.get(place, []))
+            (classes[place], curves.get(place, []), mistakes.get(place, []))
             for place in order
             if place in curves or place in mistakes
         ],
@@ -151,17 +140,3 @@ def _describe_mistake(mistake: Mistake, scores: Scores, names: Sequence[str]) ->
     kind = "missed" if mistake.is_missed else "falsely found"
     has = ", ".join(compress(names, scores.labels[mistake.image])) or "none"
     return f"{name} {kind}, probability {probability}; labels: {has}"
-
-
-def describe_errors(evaluation: "Evaluation", scores: Scores) -> str:
-    """Return a sentence on the most frequent error; empty for labels and without one."""
-    if scores.is_multilabel or scores.correct.all():
-        return ""
-    errors = np.stack([scores.labels, scores.predicted], axis=1)[~scores.correct].tolist()
-    counts = Counter(map(tuple, sorted(errors)))
-    ((pair, count),) = counts.most_common(1)
-    label, predicted = (evaluation.per_class[place].name for place in pair)
-    return (
-        f"The most frequent error is {label} predicted as {predicted}:"
-        f" {count} of {len(errors)} errors."
-    )
