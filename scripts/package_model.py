@@ -36,7 +36,7 @@ def halve(content: ModelFile) -> ModelFile:
     """Return the content in half precision, without hashes of training images and without paths."""
     weights: dict[str, torch.Tensor] = {key: value.half() for key, value in content.weights.items()}
     config = {**content.metadata["config"]}
-    config["data"] = {**config["data"], "root": None, "cache_dir": None}
+    config["data"] = {**config["data"], "root": None}
     metadata = {**content.metadata, "config": config}
     return ModelFile(weights, metadata, likeness=content.likeness)
 

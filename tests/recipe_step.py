@@ -28,7 +28,14 @@ RECIPE_NAMES = sorted(
 )
 
 # weights are downloaded, and the architecture is timm's
-NO_DOWNLOAD = {"folder/finetune": ["model.init=null", "model.preset=vit_small_patch16_224"]}
+NO_DOWNLOAD = {
+    "folder/finetune": [
+        "model.init=null",
+        "model.patch_size=16",
+        "model.embed_dim=384",
+        "model.num_heads=6",
+    ]
+}
 IMAGES = {
     "cifar10": 50_000,
     "cifar100": 50_000,

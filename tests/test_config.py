@@ -61,8 +61,8 @@ def test_a_dumped_configuration_loads_as_an_equal_one(tmp_path: Path) -> None:
     ],
 )
 def test_a_path_with_any_characters_stays_one(name: str) -> None:
-    config = load_config(None, [f"data.cache_dir=/x/{name}", f"data.label_by={name}"])
-    assert str(config.data.cache_dir) == f"/x/{name}"
+    config = load_config(None, [f"data.corrections=/x/{name}", f"data.label_by={name}"])
+    assert str(config.data.corrections) == f"/x/{name}"
     assert config.data.label_by == name
     saved = load_config(yaml.safe_load(yaml.safe_dump(values_to_save(config))))
     assert saved == config
@@ -105,11 +105,6 @@ def test_every_shipped_recipe_is_valid(path: Path) -> None:
         ("train.ema_decay=true", r"train\.ema_decay: true and false"),
         ("train.image_sizes=[[1, 1], [0.5, 0.5]]", r"train\.image_sizes.*must rise"),
         ("train.patch_drop_rates=[[0.5, 0.5], [0.5, 0]]", r"train\.patch_drop_rates.*must rise"),
-        ("model.embed_dim=100", "embed_dim 100 is not a multiple of model.num_heads 3"),
-        (
-            "train.grad_accum_steps=3",
-            "batch_size 128 is not a multiple of train.grad_accum_steps 3",
-        ),
         ("train", "not of the form key.path=value"),
         ("train.epochs.x=3", r"train\.epochs"),
     ],

@@ -1,8 +1,7 @@
 """Every setting of a run, typed, on one page.
 
-A configuration is a YAML file plus `key.path=value` overrides, validated once. A key that is not given
-keeps its default below. Only `vit/training/` and the commands use this schema: all other code takes
-values as plain arguments.
+A configuration is a YAML file plus `key.path=value` overrides, validated once. Only `vit/training/`
+and the commands use this schema: all other code takes values as plain arguments.
 """
 
 import copy
@@ -11,27 +10,14 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    ValidationInfo,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo
 from pydantic.functional_validators import field_validator, model_validator
 
-from vit.runtime.arguments import (
-    Precision,
-    as_pair,
-    check_multiple,
-    hide_tokens,
-    resolve_image_sizes,
-    shorten,
-)
+from vit.runtime.arguments import Precision, as_pair, hide_tokens, resolve_image_sizes, shorten
 from vit.runtime.documents import read_yaml
 from vit.runtime.files import expand_home
 
@@ -71,19 +57,14 @@ class _Section(BaseModel):
 class DataConfig(_Section):
     """Source of the images, their splits and their size."""
 
-    # kind of source
     name: str = "digits"
     # folder of the images; shard pattern or address of a webdataset
     root: str | None = None
-    # see --label-by of vit train
+    # see --label-by of vit train, and so on
     label_by: str | None = None
-    # see --path-column
     path_column: str | None = None
-    # see --label-column
     label_column: str | None = None
-    # see --split-column
     split_column: str | None = None
-    # see --group-column
     group_column: str | None = None
     # classes: one class an image; multilabel: any number of labels; null: as the labels look
     task: Literal["classes", "multilabel"] | None = None
@@ -103,14 +84,13 @@ class DataConfig(_Section):
     value_range: Annotated[tuple[float, float], _RISING] | None = None
     # None: the training images', or the pretrained model's
     mean: Triple | None = None
-    # as mean
     std: Triple | None = None
     # fraction of the images for testing, if there is no test split
     test_fraction: float = Field(0.2, ge=0, lt=1)
     # fraction of the other images for validation, if there is no validation split
     validation_fraction: float = Field(0.1, ge=0, lt=1)
     split_seed: int = 0
-    # groups that stay in one split, see --group-by of vit train
+    # see --group-by of vit train
     group_by: Annotated[int, Field(ge=1)] | str | None = None
     # true: near-duplicates stay in one split
     group_duplicates: bool = False
@@ -122,8 +102,6 @@ class DataConfig(_Section):
     workers: int | None = Field(None, ge=0)
     # largest fraction of unreadable images
     max_unreadable_fraction: float = Field(0.05, ge=0, le=1)
-    # folder of decoded images; None: $VIT_CACHE or ~/.cache/vit
-    cache_dir: AbsolutePath | None = None
 
     @property
     def size(self) -> tuple[int, int]:
@@ -155,9 +133,8 @@ class AugmentConfig(_Section):
     # side of the square, pixels
     cutout: int = Field(0, ge=0)
     color_jitter: float = Field(0.0, ge=0)
-    # alpha of the Beta distribution
+    # alpha of the Beta distribution, as that of cutmix
     mixup: float = Field(0.0, ge=0)
-    # alpha of the Beta distribution
     cutmix: float = Field(0.0, ge=0)
     # fraction of the run after which mixup and cutmix stop
     mix_until: float = Field(1.0, ge=0, le=1)
@@ -170,14 +147,11 @@ class AugmentConfig(_Section):
 
 
 class ModelConfig(_Section):
-    """The vision transformer. `init` has its own architecture; `preset` names an architecture, which
-    the other keys change."""
+    """The vision transformer. ViT-Ti has an `embed_dim` of 192, 12 blocks and 3 heads, ViT-S 384,
+    12 and 6, ViT-B 768, 12 and 12. The weights of `init` have their own architecture."""
 
     # timm:NAME, or the path of a model file
     init: str | None = None
-    # such as timm's vit_tiny_patch16_224, or the smaller vit_micro_patch4_32
-    preset: str | None = None
-    # with init, that of its weights
     patch_size: int | tuple[int, int] = 4
     stem: Literal["patch", "conv", "conv_pool", "conv_pool_residual", "conv_residual"] = "patch"
     embed_dim: int = Field(192, gt=0, le=65_536)
@@ -188,7 +162,6 @@ class ModelConfig(_Section):
     global_pool: Literal["token", "avg"] = "token"
     pos_embed: Literal["learned", "sincos"] = "learned"
     reg_tokens: int = Field(0, ge=0, le=8)
-    qkv_bias: bool = True
     qk_norm: bool = False
     drop_path_rate: float = Field(0.0, ge=0, lt=1)
     # with init: a linear probe chooses the last block, pooling and head, on all training images or a
@@ -270,45 +243,23 @@ class Config(_Section):
     train: TrainConfig = TrainConfig()
 
     @model_validator(mode="after")
-    def _check_sections(self) -> Self:
-        """Check keys that depend on each other."""
-        model = self.model
-        train = self.train
-        # Other models have their own shape, which is checked when they are built.
-        if model.init is None and model.preset is None:
-            check_multiple("model.embed_dim", model.embed_dim, "model.num_heads", model.num_heads)
-            patch_size = as_pair(model.patch_size, name="model.patch_size")
-            resolve_image_sizes(train.image_sizes, image_size=self.data.size, patch_size=patch_size)
-        steps = train.grad_accum_steps
-        if steps != "auto":
-            check_multiple("train.batch_size", train.batch_size, "train.grad_accum_steps", steps)
+    def _check_image_sizes(self) -> Self:
+        # Other models have their own patches, which are checked when they are loaded.
+        if self.model.init is None:
+            patch_size = as_pair(self.model.patch_size, name="model.patch_size")
+            sizes = self.train.image_sizes
+            resolve_image_sizes(sizes, image_size=self.data.size, patch_size=patch_size)
         return self
 
     def with_data(self, **changes: Any) -> Self:
         """Return a copy with other values in the section `data`."""
         return self.model_copy(update={"data": self.data.model_copy(update=changes)})
 
-    @property
-    def keeps_tokens(self) -> bool:
-        """True if the frozen blocks compute the same tokens of an image in every epoch."""
-        freeze = self.model.freeze
-        has_frozen_blocks = isinstance(freeze, int) and freeze > 0
-        augment = self.augment
-        flips_alone = augment == AugmentConfig(flip=augment.flip, mix_until=augment.mix_until)
-        return has_frozen_blocks and flips_alone and not self.train.image_sizes
-
 
 def load_config(source: Path | Mapping[str, Any] | None, overrides: Overrides = ()) -> Config:
-    """Read a configuration and validate it.
-
-    Args:
-        source: A YAML file, or a dictionary of its sections. None: the defaults.
-        overrides: Changes, applied in order. See `list_overrides`.
-
-    Raises:
-        ValueError: One sentence names the wrong key, and for an unknown key the nearest known one.
-        OSError: The file can't be read.
-    """
+    """Read and validate a configuration: a YAML file, a dictionary of its sections, or None for the
+    defaults, with changes in order (`list_overrides`). Raises ValueError, whose sentence names the
+    wrong key and for an unknown one the nearest known, or OSError."""
     try:
         return Config.model_validate(read_sections(source, overrides))
     except ValidationError as error:
@@ -318,8 +269,7 @@ def load_config(source: Path | Mapping[str, Any] | None, overrides: Overrides = 
 def read_sections(
     source: Path | Mapping[str, Any] | None, overrides: Overrides = ()
 ) -> dict[str, Any]:
-    """Return the sections of a configuration with `overrides` applied, not yet validated. See
-    `load_config` for arguments and errors."""
+    """Return the sections of a configuration, not yet validated. See `load_config`."""
     # A copy, because overrides must not change the caller's dictionaries.
     sections = copy.deepcopy(source or {})
     if isinstance(sections, Path):
@@ -343,38 +293,32 @@ def list_overrides(overrides: Overrides) -> dict[str, Any]:
     """Return changes of a configuration by key.path: from texts such as "train.epochs=20", whose
     values are JSON or else text, or from a dictionary, which may have sections."""
     values: dict[str, Any] = {}
-    if not isinstance(overrides, Mapping):
-        for override in overrides:
-            key, equals, text = override.partition("=")
-            if not equals:
-                example = "is not of the form key.path=value, such as train.epochs=20"
-                raise ValueError(f"override {shorten(override)!r} {example}")
-            try:
-                values[key] = json.loads(text)
-            except ValueError:
-                # A path or a word stays as it is written, whatever characters it has.
-                values[key] = text
+    if isinstance(overrides, Mapping):
+        for key, value in overrides.items():
+            if isinstance(value, Mapping):
+                values |= {f"{key}.{name}": each for name, each in list_overrides(value).items()}
+            else:
+                values[key] = str(value) if isinstance(value, Path) else value
         return values
-    for key, value in overrides.items():
-        if isinstance(value, Mapping):
-            values |= {f"{key}.{name}": each for name, each in list_overrides(value).items()}
-        else:
-            values[key] = str(value) if isinstance(value, Path) else value
-    return values
-
-
-def plain_values(config: Config) -> dict[str, Any]:
-    """Return the resolved configuration as plain values. Loading them again gives an equal one."""
-    values = config.model_dump(mode="json")
-    # Keys that are not given come from the preset or the weights.
-    if config.model.preset is not None or config.model.init is not None:
-        values["model"] = config.model.model_dump(mode="json", exclude_unset=True)
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals:
+            example = "is not of the form key.path=value, such as train.epochs=20"
+            raise ValueError(f"override {shorten(override)!r} {example}")
+        # A path or a word stays as it is written, whatever characters it has.
+        values[key] = text
+        with suppress(ValueError):
+            values[key] = json.loads(text)
     return values
 
 
 def values_to_save(config: Config) -> dict[str, Any]:
-    """Return `plain_values` for files that others may read: without tokens of addresses."""
-    values = plain_values(config)
+    """Return the configuration as plain values, which give an equal one, but for tokens of
+    addresses: others may read them."""
+    values = config.model_dump(mode="json")
+    # Keys that are not given come from the weights.
+    if config.model.init is not None:
+        values["model"] = config.model.model_dump(mode="json", exclude_unset=True)
     if config.data.root is not None:
         values["data"]["root"] = hide_tokens(config.data.root)
     return values
@@ -388,8 +332,8 @@ def _explain(error: Any) -> str:
     if error["type"] == "extra_forbidden":
         known = list(list_overrides(Config().model_dump()))
         # A right name in the wrong section is as common as a misspelled one.
-        near = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
-        near = near or difflib.get_close_matches(shorten(key), known, n=1, cutoff=0)
+        near = [name for name in known if name.endswith(f".{parts[-1]}")]
+        near += difflib.get_close_matches(shorten(key), known, n=1, cutoff=0)
         return f"unknown key {shorten(key)}; did you mean {near[0]}? Leave out keys of old versions"
     message: str = error["msg"].removeprefix("Value error, ")
     if not key:

@@ -72,9 +72,8 @@ def test_a_cache_that_cannot_be_written_is_one_line(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         monkeypatch.setattr(os, "posix_fallocate", fail)
-    message = cli.fail(
-        "train", empty_yaml, *TINY_RUN, f"data.cache_dir={cache}", "--output", tmp_path / "run"
-    )
+    monkeypatch.setenv("VIT_CACHE", str(cache))
+    message = cli.fail("train", empty_yaml, *TINY_RUN, "--output", tmp_path / "run")
     assert "File exists" in message or "No space left" in message
 
 

@@ -141,14 +141,12 @@ def test_results_have_a_place(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     options = ["train.epochs=1", "train.batch_size=32", "data.image_size=8", "train.device=cpu"]
-    more = ["model.preset=vit_nano_patch4_32", "model.patch_size=4"]
-    first = cli.succeed("train", empty_yaml, *options, *more)
+    first = cli.succeed("train", empty_yaml, *options)
     run = Path("runs") / f"{empty_yaml.stem}-1"
     assert f"output {run}" in " ".join(first.err.split())
     assert f"next: vit evaluate {run}; vit explain {run}" in first.err
     config = load_bundle(run).config
     assert config["train"]["batch_size"] == 32
-    assert config["model"]["preset"] == "vit_nano_patch4_32"
     cli.succeed("evaluate", run, "--num-examples", "0")
     assert (Path("runs") / f"{run.name}-evaluate-1" / "evaluation.json").is_file()
     second = cli.succeed("train", empty_yaml, *options, "optimizer.lr=1e-9")

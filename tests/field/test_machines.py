@@ -107,7 +107,8 @@ class TestNoLocks:
         self, empty_yaml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(fcntl, "flock", fail_with(errno.ENOSYS))
-        overrides = [*TINY_RUN, "train.max_steps=3", f"data.cache_dir={tmp_path / 'cache'}"]
+        monkeypatch.setenv("VIT_CACHE", str(tmp_path / "cache"))
+        overrides = [*TINY_RUN, "train.max_steps=3"]
         with pytest.warns(UserWarning, match="without locks"):
             run = vit.train(empty_yaml, output=tmp_path / "run", overrides=overrides)
         assert run.steps == 3

@@ -48,7 +48,7 @@ def transform(pixels):
 if __name__ == "__main__":
     photos, folder = map(Path, sys.argv[1:3])
     small = {"data": {"name": "folder", "root": str(photos), "image_size": 16, "pipeline": "workers",
-        "workers": 1, "cache_dir": str(folder / "cache")},
+        "workers": 1},
         "model": {"patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2},
         "train": {"batch_size": 8, "epochs": 2, "device": "cpu", "precision": "float32"}}
     run = vit.train(small, output=folder / "run", transform=transform)

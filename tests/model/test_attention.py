@@ -14,7 +14,6 @@ from vit.model.attention import (
     MultiHeadAttention,
     _can_use_cudnn,
     centre_keys,
-    choose_backend,
     scaled_dot_product_attention,
 )
 
@@ -181,16 +180,6 @@ class TestLayer:
         )
         with_weights = layer.forward_with_weights(tokens)[0]
         torch.testing.assert_close(with_weights, results[0][0], atol=tolerance, rtol=0)
-
-    def test_the_default_follows_the_measurements(self):
-        bfloat16, float32 = torch.bfloat16, torch.float32
-        assert choose_backend("cpu", bfloat16, 64, True) == "explicit"
-        assert choose_backend("cpu", bfloat16, 197, True) == "explicit"
-        assert choose_backend("cpu", bfloat16, 1370, True) == "fused"
-        assert choose_backend("cpu", float32, 16, True) == "fused"
-        assert choose_backend("cpu", float32, 64, True) == "fused"
-        assert choose_backend("cpu", float32, 197, False) == "fused"
-        assert choose_backend("cuda", bfloat16, 64, True) == "fused"
 
     @pytest.mark.parametrize("backend", ["fused", "explicit"])
     @pytest.mark.parametrize("values", [None, torch.zeros(2, 6, 12)])

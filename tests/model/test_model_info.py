@@ -82,11 +82,6 @@ class TestHuggingFace:
             preprocess.std,
         )
 
-    def test_classes_without_a_name_are_numbered(self) -> None:
-        module = build_hugging_face(num_labels=3)
-        module.config.id2label = {0: "ant", 1: None, 2: "cow"}
-        assert find_class_names(module) == ("ant", "class 1", "cow")
-
     def test_the_image_processor_of_its_folder_is_read(self, tmp_path: Path) -> None:
         build_hugging_face().save_pretrained(tmp_path)
         config = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6], "resample": 3}

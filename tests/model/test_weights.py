@@ -9,7 +9,6 @@ from safetensors.torch import save_file
 
 import vit
 from vit.model.modules import load_pretrained, load_timm
-from vit.model.presets import PRESETS
 from vit.model.vision_transformer import VisionTransformer
 from vit.model.weights import check_fit, infer_architecture, read_weights
 
@@ -17,8 +16,8 @@ from vit.model.weights import check_fit, infer_architecture, read_weights
 pytestmark = pytest.mark.filterwarnings("ignore:.*attention heads share")
 
 
-def build(name="vit_tiny_patch16_224", **changes):
-    return VisionTransformer(**(PRESETS[name] | {"img_size": 64, "depth": 2} | changes))
+def build(**changes):
+    return VisionTransformer(**({"img_size": 64, "depth": 2} | changes))
 
 
 class TestHeads:
@@ -42,19 +41,16 @@ class TestHeads:
         images = torch.randn(2, 3, 32, 32)
         assert torch.equal(load_timm(tmp_path / "model.safetensors")(images), model(images))
 
-    @pytest.mark.parametrize(("embed_dim", "num_heads"), [(192, 3), (384, 6), (512, 8), (1280, 16)])
-    def test_published_widths_have_the_published_number_and_it_is_said(
-        self, tmp_path, embed_dim, num_heads
-    ):
-        _, path = self.save(tmp_path, embed_dim=embed_dim, num_heads=num_heads)
-        with pytest.warns(UserWarning, match=rf"{embed_dim} channels; {num_heads} are taken"):
+    def test_published_widths_have_the_published_number_and_it_is_said(self, tmp_path):
+        _, path = self.save(tmp_path, embed_dim=512, num_heads=8)
+        with pytest.warns(UserWarning, match="512 channels; 8 are taken"):
             loaded = load_timm(path)
-        assert loaded.architecture["num_heads"] == num_heads
+        assert loaded.architecture["num_heads"] == 8
 
 
 class TestRefusal:
     def test_another_architecture_lists_differences(self):
-        weights = build("vit_small_patch16_224", depth=12).state_dict()
+        weights = build(embed_dim=384, num_heads=6, depth=12).state_dict()
         with pytest.raises(
             ValueError, match=r"small.pth does not fit this model in \d+ tensors"
         ) as error:

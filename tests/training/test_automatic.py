@@ -1,14 +1,11 @@
 """Images alone: the configuration is chosen for them, says why, and is one that could have been
 written by hand."""
 
-import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import timm
-import torch
 import yaml
 from PIL import Image
 from sklearn.datasets import load_digits, load_sample_images
@@ -72,15 +69,7 @@ def test_few_photographs_get_a_small_model_and_many_epochs(photos: Path) -> None
     assert config.train.epochs == 150
     assert config.train.max_minutes == 5
     assert "at most 5 minutes (--minutes) on this CPU" in choices["time"]
-    expected = {"recipe", "image size", "time", "pretrained weights"}
-    assert set(choices) == expected
-    # the download that is named is of this size and licence
-    assert "88 MB, Apache-2.0" in choices["pretrained weights"]
-    name = re.findall(r"timm:(\w+)", choices["pretrained weights"])[0]
-    with torch.device("meta"):
-        parameters = timm.create_model(name, pretrained=False).parameters()
-    assert round(sum(parameter.numel() for parameter in parameters) * 4 / 1e6) == 88
-    assert timm.get_pretrained_cfg(name).license == "apache-2.0"
+    assert set(choices) == {"recipe", "image size", "time", "weights"}
 
 
 def test_many_photographs_get_the_larger_model_where_the_minutes_hold_it(
@@ -90,7 +79,7 @@ def test_many_photographs_get_the_larger_model_where_the_minutes_hold_it(
     config, choices, _ = choose_config(photos)
     size = (config.model.embed_dim, config.data.image_size)
     assert (*size, config.model.drop_path_rate) == (256, 88, 0.1)
-    assert "pretrained weights" not in choices
+    assert "weights" not in choices
     config, choices, _ = choose_config(photos, minutes=0.02)
     assert (config.model.embed_dim, config.data.image_size) == (128, 64)
     assert "minutes too short" in choices["image size"]
@@ -125,10 +114,6 @@ def test_small_images_without_colours_get_the_recipe_of_such_images(
         (
             ["train.epochs=3"],
             {"train.epochs": 3, "train.evaluate_every_epochs": 1, "train.batch_size": 8},
-        ),
-        (
-            ["model.preset=vit_micro_patch4_32", "data.image_size=32"],
-            {"model.preset": "vit_micro_patch4_32"},
         ),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
@@ -193,8 +178,6 @@ def test_init_is_not_the_run_in_output_and_keeps_its_architecture(
     for key, value in (("embed_dim", 96), ("num_heads", 7), ("pos_embed", "sincos")):
         told = cli.fail(*start, tiny_run, f"model.{key}={value}", "-o", tmp_path / "larger")
         assert f"model.{key} {value}: the weights of --init have " in told
-    told = cli.fail(*start, tiny_run, "model.preset=vit_tiny_patch16_224", "-o", tmp_path / "x")
-    assert "model.preset vit_tiny_patch16_224: the weights of --init have" in told
     message = cli.fail(*start, tiny_run, "-o", tiny_run, "--overwrite")
     assert "is the run in --output" in message
     assert (tiny_run / "model.safetensors").exists()

@@ -65,11 +65,16 @@ def whole(make_run: MakeRun, tmp_path_factory: pytest.TempPathFactory) -> tuple[
 
 @pytest.mark.parametrize("step", [1, 4, 8, 13])
 def test_a_run_killed_at_any_step_ends_as_if_it_were_not(
-    make_run: MakeRun, whole: tuple[Path, list[str]], tmp_path: Path, step: int
+    make_run: MakeRun,
+    whole: tuple[Path, list[str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    step: int,
 ) -> None:
     directory, overrides = whole
     run_until(make_run(tmp_path / "killed", *overrides), step)
-    resumed = make_run(tmp_path / "killed", *overrides, f"data.cache_dir={tmp_path / 'new'}")
+    monkeypatch.setenv("VIT_CACHE", str(tmp_path / "new"))
+    resumed = make_run(tmp_path / "killed", *overrides)
     assert resumed.trainer.resume() == (step > 1)
     assert resumed.trainer.progress.step == step - 1
     resumed.trainer.train()

@@ -6,8 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
-from sklearn.metrics import average_precision_score
 from torch import nn
 from torch.nn import functional as F
 
@@ -110,46 +108,3 @@ def test_a_stopped_run_ends_with_the_same_bytes(run: Any, tmp_path: Path) -> Non
     resumed = vit.train(CONFIG, resume=True, **arguments)
     assert resumed.steps == run.steps
     assert resumed.model_path.read_bytes() == run.model_path.read_bytes()
-
-
-@pytest.mark.extended
-def test_pretrained_features_get_a_probe_of_each_label(run: Any, tmp_path: Path) -> None:
-    """The run's own model is the pretrained one. Fine-tuning after the probe goes on from it."""
-    weights = run.directory / "model.safetensors"
-    groups = np.arange(NUM_IMAGES) // 2
-    table = tmp_path / "labels.csv"
-    rows = []
-    for index, marks in enumerate(MARKS):
-        Image.fromarray(PIXELS[index]).save(tmp_path / f"{index}.png")
-        names = [name for name, mark in zip(NAMES, marks, strict=True) if mark]
-        rows.append(f"{index}.png,{'|'.join(names)},{groups[index]}")
-    table.write_text("\n".join(["path,labels,group", *rows]))
-    overrides = ["data.image_size=8", "data.crop_pct=1", "train.precision=float32"]
-    overrides.append("data.task=multilabel")
-    folded = vit.train(
-        table,
-        init=str(weights),
-        folds=4,
-        overrides=[*overrides, "train.device=cpu"],
-        output=tmp_path / "folds",
-    )
-    left_out = np.load(tmp_path / "folds" / "predictions.npz")
-    order = [int(path.removesuffix(".png")) for path in left_out["ids"]]
-    assert sorted(order) == list(range(NUM_IMAGES))
-    precision = average_precision_score(MARKS[order], left_out["logits"], average="macro")
-    # the model file holds the regression of all images
-    evaluated = vit.evaluate(folded.bundle, data=str(table), split="all", precision="float32")
-    assert (evaluated.evaluation.metrics["map"] or 0) > precision
-
-    tuned = vit.train(
-        table,
-        init=str(weights),
-        overrides=[*overrides, "train.device=cpu", "train.max_steps=4", "train.batch_size=16"],
-        output=tmp_path / "tuned",
-    )
-    assert tuned.steps == 4
-    maps = [epoch["val_map"] for epoch in tuned.metrics if epoch["val_map"] is not None]
-    # the probe counts, too
-    assert tuned.best_map is not None
-    assert tuned.best_map >= max(maps)
-    assert tuned.bundle.is_multilabel

@@ -5,8 +5,6 @@ What is missing is held out of the training images, stratified by class, by the 
 (as in ImageNet) is the *test* split, and validation is held out of the training images.
 """
 
-import csv
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -24,12 +22,11 @@ from vit.data.class_names import (
     sort_class_names,
 )
 from vit.data.corrections import correct_labels
-from vit.data.dataset import ImageDataset, ImageRule, printable
+from vit.data.dataset import ImageDataset, ImageRule
 from vit.data.groups import choose_whole_groups, find_groups, group_copies, rank_names
 from vit.data.label_sets import mark_labels
 from vit.data.sources.base import Listing
 from vit.runtime.arguments import check_choice, shorten
-from vit.runtime.files import write_atomically
 
 SPLITS = ("train", "validation", "test", "all")
 
@@ -298,15 +295,6 @@ def number_listing(
         renamed_classes=renamed,
         default_split=default_split,
     )
-
-
-def write_splits(path: Path, held_out: Mapping[str, Sequence[str]]) -> None:
-    """Write the ids of the images that are held out of training as a table (path, split)."""
-    text = io.StringIO()
-    table = csv.writer(text, lineterminator="\n")
-    table.writerow(["path", "split"])
-    table.writerows([printable(name), split] for split, ids in held_out.items() for name in ids)
-    write_atomically(path, text.getvalue())
 
 
 def _choose_stratified(dataset: ImageDataset, fraction: float, *, salt: str) -> np.ndarray:

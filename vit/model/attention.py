@@ -207,11 +207,8 @@ def attend_fused(
     key: Float[Tensor, "B H Nk K"],
     value: Float[Tensor, "B H Nk K"],
 ) -> Float[Tensor, "B H Nq K"]:
-    """Compute the formula by torch's kernel, which never stores the weights.
-
-    The backward pass of cuDNN's kernel, which torch may choose, is NaN on some GPUs where a row's
-    scores are all far below 0. Centred keys rule that out. See `_can_use_cudnn`.
-    """
+    """Compute the formula by torch's kernel, which never stores the weights. Centred keys rule out
+    a backward pass of NaN; see `_can_use_cudnn`."""
     if _can_use_cudnn(key):
         key = centre_keys(key)
     return F.scaled_dot_product_attention(query, key, value)
@@ -223,9 +220,7 @@ def _can_use_cudnn(key: Tensor) -> bool:
 
     On an H100 or H200 its backward pass computes exp(0 − l) for keys beyond the last one, with l
     the logarithm of the sum of a row's exponentials. For 64, 192, 320, … keys that is infinite if
-    l < −88.7, and the gradient of the queries NaN (https://github.com/NVIDIA/cudnn-frontend/pull/628;
-    for one query and 128 keys, those of keys and values:
-    https://github.com/NVIDIA/cudnn-frontend/issues/1072).
+    l < −88.7, and the gradient NaN (https://github.com/NVIDIA/cudnn-frontend/pull/628).
     """
     is_half = key.dtype in (torch.bfloat16, torch.float16)
     return key.is_cuda and (is_half or torch.is_autocast_enabled("cuda"))

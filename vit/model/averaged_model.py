@@ -13,14 +13,8 @@ from vit.runtime.tensors import Images
 
 
 class AveragedModel(nn.Module):
-    """A module whose probabilities are the mean of those of several models (Lakshminarayanan,
-    Pritzel & Blundell 2017).
-
-    Args:
-        models: The models, which take the same images.
-        temperatures: Divisor of the logits of each.
-        is_multilabel: Labels don't exclude one another.
-    """
+    """A module whose probabilities are the mean of those of models that take the same images
+    (Lakshminarayanan, Pritzel & Blundell 2017). `temperatures` divide the logits of each."""
 
     def __init__(
         self,

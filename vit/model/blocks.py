@@ -12,14 +12,8 @@ from vit.runtime.threads import thread_generator
 
 
 class Block(nn.Module):
-    """tokens + attention(norm(tokens)), then tokens + mlp(norm(tokens)).
-
-    Args:
-        embed_dim: Width of the tokens.
-        attn, mlp: The layers of the two branches.
-        init_values: See `LayerScale`.
-        drop_path: Rate at which a branch is dropped from a sample.
-    """
+    """tokens + attention(norm(tokens)), then tokens + mlp(norm(tokens)), where `LayerScale` has
+    `init_values`, and each branch is dropped from a sample at the rate `drop_path`."""
 
     def __init__(
         self,
@@ -67,13 +61,9 @@ class Mlp(nn.Module):
     """Two linear maps around an activation, for each token independently.
 
     Args:
-        embed_dim: Width of the tokens.
         hidden_dim: Width between the maps; "swiglu" counts both its halves, as timm's packed one.
         activation: "gelu" (exact), "relu2" = max(x, 0)² (So et al. 2021) or "swiglu" = silu(a)·b
             (Shazeer 2020).
-
-    Raises:
-        ValueError: The activation is unknown.
     """
 
     def __init__(self, embed_dim: int, hidden_dim: int, *, activation: str = "gelu") -> None:
@@ -98,12 +88,8 @@ class Mlp(nn.Module):
 
 
 class LayerScale(nn.Module):
-    """A learned factor per channel of a residual branch (Touvron et al. 2021, CaiT).
-
-    Args:
-        embed_dim: Width of the branch.
-        init_values: Initial factor. None: the branch stays as it is, and there is no parameter.
-    """
+    """A learned factor per channel of a residual branch (Touvron et al. 2021, CaiT), initially
+    `init_values`. None: the branch stays as it is, and there is no parameter."""
 
     def __init__(self, embed_dim: int, init_values: float | None) -> None:
         super().__init__()
@@ -121,8 +107,6 @@ class DropPath(nn.Module):
 
     def __init__(self, rate: float) -> None:
         super().__init__()
-        if not 0 <= rate < 1:
-            raise ValueError(f"drop_path_rate {rate} is not a fraction from 0 to below 1")
         self.rate = rate
 
     def forward(self, branch: Tokens) -> Tokens:
@@ -135,14 +119,9 @@ class DropPath(nn.Module):
 
 
 def drop_patches(tokens: Tokens, rate: float, *, num_prefix_tokens: int) -> Float[Tensor, "B M D"]:
-    """PatchDropout (Liu et al. 2022, arXiv 2208.07220): the prefix tokens, then a random subset of
-    each image's patches in random order.
-
-    Args:
-        tokens: [B, N, D], with their positions, prefix tokens first.
-        rate: Fraction of patches to drop, from 0 to 1. At least one stays.
-        num_prefix_tokens: Number of leading tokens that always stay.
-    """
+    """PatchDropout (Liu et al. 2022, arXiv 2208.07220): the prefix tokens, which always stay, then
+    a random subset of each image's patches in random order. `rate` is the fraction to drop; at
+    least one stays."""
     prefix = tokens[:, :num_prefix_tokens]
     patches = tokens[:, num_prefix_tokens:]
     count = max(round(patches.shape[1] * (1 - rate)), 1)

@@ -16,12 +16,8 @@ PACKAGED_FILE = Path(vit.__file__).parent / "pretrained" / f"{PACKAGED}.safetens
 
 def find_model(source: str | Path) -> str | Path:
     """Return what a user's name of a model means: timm:NAME; the folder of timm or Hugging Face; or
-    the file of weights, which is the name itself, that of a run, or that of the package.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: It is an image, an archive or a document.
-    """
+    the file of weights, which is the name itself, that of a run, or that of the package. Raises
+    FileNotFoundError, and ValueError for an image, an archive or a document."""
     if str(source).startswith(_TIMM):
         return str(source)
     path = expand_home(source)
@@ -55,12 +51,8 @@ def find_model(source: str | Path) -> str | Path:
 
 def find_initial_weights(init: str | Path, directory: Path) -> str:
     """Return the value of `model.init` for the weights that a user names: timm:NAME, or an absolute
-    path.
-
-    Raises:
-        FileNotFoundError, ValueError: See `find_model`.
-        ValueError: They are of the run that is about to be trained in `directory`.
-    """
+    path. Raises the errors of `find_model`, and ValueError for the run that is about to be trained
+    in `directory`."""
     found = find_model(init)
     if isinstance(found, str):
         return found

@@ -41,12 +41,7 @@ _NAMES = (
 
 
 def read_huggingface(folder: Path, config: Mapping[str, Any]) -> tuple[StateDict, Architecture]:
-    """Read the weights of a ViT's folder, and their architecture.
-
-    Raises:
-        ValueError: The weights can't be read, or the values of config.json don't fit them.
-        OSError: A file is missing.
-    """
+    """Read the weights of a ViT's folder, and their architecture."""
     origin = folder / "config.json"
     check_choice(str(config.get("hidden_act", "gelu")), ["gelu"], name=f"hidden_act in {origin}")
     # The learned positions are for this size.
@@ -76,12 +71,8 @@ def read_huggingface(folder: Path, config: Mapping[str, Any]) -> tuple[StateDict
 def convert_to_huggingface(
     model: VisionTransformer, weights: StateDict
 ) -> tuple[StateDict, dict[str, Any]] | None:
-    """Convert a model and its weights, with `pos_embed`, to Hugging Face's ViT.
-
-    Returns:
-        The weights under their names, and the architecture as values of config.json; None for
-        other architectures.
-    """
+    """Convert a model and its weights, with `pos_embed`, to the weights and the values of config.json
+    of Hugging Face's ViT. Returns None for other architectures."""
     values = model.architecture
     if any(values[name] != value for name, value in _OURS.items()):
         return None

@@ -26,13 +26,17 @@ def compute_logits(model: nn.Module, images: Images) -> Float[Tensor, "_ classes
     The model returns them, or an object that has them as `logits`. A separate head
     (`forward_head`) runs in float32: logits rounded to bfloat16 tie, and ties change top-1 by
     tenths of a percent.
-
-    Raises:
-        ValueError: The model doesn't return [images, classes].
     """
     net: Any = model
     if not (hasattr(net, "forward_features") and hasattr(net, "forward_head")):
-        return at_least_float32(_find_logits(net, net(images)))
+        output = net(images)
+        logits = getattr(output, "logits", output)
+        if not isinstance(logits, Tensor) or logits.ndim != 2:
+            raise ValueError(
+                f"{type(model).__name__} doesn't return logits [images, classes]; wrap it in a"
+                " module that does"
+            )
+        return at_least_float32(logits)
     features = _forward_features(net, images)
     with torch.autocast(images.device.type, enabled=False):
         return at_least_float32(net.forward_head(features))
@@ -48,17 +52,6 @@ def _forward_features(net: Any, images: Tensor) -> Any:
     if isinstance(features, Tensor):
         return features.to(next(net.parameters()).dtype)
     return features
-
-
-def _find_logits(model: nn.Module, output: Any) -> Float[Tensor, "_ classes"]:
-    """Return the output of a forward pass, or its attribute `logits`, as Hugging Face's have it."""
-    logits = getattr(output, "logits", output)
-    if not isinstance(logits, Tensor) or logits.ndim != 2:
-        raise ValueError(
-            f"{type(model).__name__} doesn't return logits [images, classes]; wrap it in a module"
-            " that does"
-        )
-    return logits
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
@@ -82,11 +75,8 @@ def compute_logits_and_features(
 ) -> tuple[Float[Tensor, "B classes"], Float[Tensor, "B D"]]:
     """Compute logits and the pooled features that the classifier reads, in one forward pass.
 
-    The logits equal those of `compute_logits` to the last bit. A model of timm with 0 classes returns
-    its features, which are then both results.
-
-    Raises:
-        ValueError: The model is of another library than timm.
+    The logits equal those of `compute_logits` to the last bit. A model of timm with 0 classes
+    returns its features, which are then both results.
     """
     net: Any = model
     if not count_features(model):
@@ -139,11 +129,8 @@ def cut_model(
     weight: Float[Tensor, "classes D"],
     bias: Float[Tensor, " classes"],
 ) -> VisionTransformer:
-    """Build a model that ends at a readout, with a linear layer as its head.
-
-    Its logits are those of this layer for the features of `compute_block_features`. The first
-    blocks and the final norm are copied.
-    """
+    """Build a model that ends at a readout, of copied blocks and norm, with a linear layer as its
+    head. Its logits are those of this layer for the features of `compute_block_features`."""
     depth, global_pool = readout
     values = {"depth": depth, "global_pool": global_pool, "num_classes": len(weight)}
     left_out = tuple(f"blocks.{layer}." for layer in range(depth, len(model.blocks)))

@@ -52,11 +52,8 @@ def count_classes(model: nn.Module) -> int | None:
 
 
 def find_class_names(model: nn.Module) -> tuple[str, ...]:
-    """Return the class names of timm or Hugging Face (`config.id2label`).
-
-    Other models get "class 0" and so on. There are none without a classifier, or if the number of
-    classes is unknown (`count_classes`).
-    """
+    """Return the class names of timm or Hugging Face (`config.id2label`), else "class 0" and so on;
+    none without a classifier, or if the number of classes is unknown (`count_classes`)."""
     known: Mapping[int, str | None] = getattr(_config(model), "id2label", None) or {}
     if is_of(model, "timm"):
         known = _find_timm_names(model)
@@ -64,7 +61,7 @@ def find_class_names(model: nn.Module) -> tuple[str, ...]:
 
 
 def name_classes(known: Mapping[int, str | None], count: int) -> tuple[str, ...]:
-    """Return the name of each class by its number, "class N" where it has none."""
+    """Return the name of each class by its number, or "class N"."""
     return tuple(str(known.get(number) or f"class {number}") for number in range(count))
 
 
@@ -96,10 +93,6 @@ def find_preprocess(model: nn.Module) -> Mapping[str, Any]:
 
     For timm it is its pretrained_cfg, for Hugging Face the preprocessor_config.json next to the
     weights or among the downloads (`read_processor`), for other models the image size alone.
-
-    Raises:
-        ValueError: The image size is unknown, or a model of Hugging Face other than ViT has no
-            preprocessor_config.json.
     """
     image_size = find_image_size(model)
     unknown = f"of {type(model).__name__} unknown; give preprocess=Preprocess(…)"
@@ -134,14 +127,9 @@ def read_object(path: Path) -> Mapping[str, Any]:
 
 
 def read_processor(path: Path, image_size: tuple[int, int]) -> Mapping[str, Any]:
-    """Return the values of a `Preprocess` for those of an image processor of Hugging Face.
-
-    Its processors change the aspect ratio of images that aren't square; we crop them.
-
-    Args:
-        path: Its preprocessor_config.json. If it is missing: the defaults of ViTImageProcessor.
-        image_size: Height and width for which the model has positions.
-    """
+    """Return the values of a `Preprocess` for a preprocessor_config.json of Hugging Face, or the
+    defaults of its ViTImageProcessor, and a model that has positions for `image_size`. Images that
+    aren't square are cropped, where its processors change their aspect ratio."""
     values = read_object(path)
     found: dict[str, Any] = {
         "image_size": list(image_size),
@@ -157,8 +145,7 @@ def read_processor(path: Path, image_size: tuple[int, int]) -> Mapping[str, Any]
 
 
 def _read_side(size: Any) -> int | None:
-    """Return the side of a size in any published form: a number, the shortest edge, or both sides.
-    None if it has none of them."""
+    """Return the side of a size in a published form: a number, the shortest edge, or both sides."""
     if isinstance(size, dict):
         size = size.get("shortest_edge", size.get("height"))
     return size if isinstance(size, int) else None

@@ -64,12 +64,8 @@ def load_pretrained(
     num_classes: int,
     drop_path_rate: float = 0.0,
 ) -> tuple[VisionTransformer, Mapping[str, Any] | None]:
-    """Load a pretrained model for training.
-
-    Args:
-        source: See `load_timm`.
-        num_classes: Number of classes. If the source has another number, the head is new.
-        drop_path_rate: See `VisionTransformer`.
+    """Load a pretrained model for training, from any source of `load_timm`. The head is new if the
+    source has another number of classes.
 
     Returns:
         The model, and the values of the `Preprocess` that its weights were trained with, or None
@@ -109,11 +105,7 @@ def _open(source: str | Path) -> OpenedModel:
 
 def open_folder(source: str | Path) -> OpenedModel:
     """Open timm:NAME, or a folder of timm or of Hugging Face's ViT, which becomes a
-    VisionTransformer of this project.
-
-    Raises:
-        ValueError, OSError: The model is unknown or can't be loaded.
-    """
+    VisionTransformer of this project."""
     folder = Path(str(source).removeprefix("timm:"))
     config = read_object(folder / "config.json")
     is_multilabel = config.get("problem_type") == "multi_label_classification"
@@ -153,11 +145,7 @@ def describe(
 
 def build(content: ModelFile, *, origin: str) -> nn.Module:
     """Build the module that a file's weights belong to, and load them, after a check that they fit
-    its description. Without one, it is a plain vision transformer.
-
-    Raises:
-        ValueError: They don't fit, or the module can't be built from its file alone.
-    """
+    its description. Without one, it is a plain vision transformer."""
     metadata, weights = content.metadata, content.weights
     if "module" in metadata:
         # timm takes seconds to import

@@ -21,11 +21,7 @@ from vit.runtime.places import suggest
 
 def create_timm(name: str) -> nn.Module:
     """Create a pretrained module of timm in evaluation mode, of a name in timm or of a folder.
-
-    Raises:
-        ValueError: timm doesn't know the name, or can't load the model.
-        OSError: The weights can't be downloaded.
-    """
+    Raises OSError if the weights can't be downloaded, and ValueError if timm can't load them."""
     is_folder = Path(name).is_dir()
     if is_folder:
         name = f"local-dir:{name}"
@@ -60,11 +56,7 @@ def describe_module(module: nn.Module, *, num_classes: int, img_size: Size) -> d
 
 
 def build_module(values: Mapping[str, Any], *, num_classes: int, device: str = "cpu") -> nn.Module:
-    """Build the module of a description of `describe_module`, without its weights.
-
-    Raises:
-        ValueError: timm can't build it. Its file needs `vit.load_bundle(path, model=…)`.
-    """
+    """Build the module of a description of `describe_module`, without its weights."""
     # Some models take no image size.
     size = {"img_size": values["img_size"]} if values.get("img_size") else {}
     try:
@@ -81,11 +73,8 @@ def build_module(values: Mapping[str, Any], *, num_classes: int, device: str = "
 
 
 def describe_timm(module: nn.Module) -> Architecture:
-    """Return the arguments of a VisionTransformer that computes the same as a timm model.
-
-    Raises:
-        ValueError: The model has a feature that VisionTransformer lacks; the message names it.
-    """
+    """Return the arguments of a VisionTransformer that computes the same as a timm model. Raises
+    ValueError, which names a feature that VisionTransformer lacks."""
     feature = _find_feature_without_counterpart(module)
     if feature is not None:
         raise ValueError(

@@ -160,13 +160,9 @@ class VisionTransformer(nn.Module):
 
     @property
     def num_out_tokens(self) -> int | None:
-        """Number of leading tokens that the head reads, or None if it reads all.
-
-        The last block can skip the others, with the same logits and gradients.
-        """
-        if self.global_pool == "token":
-            return 1
-        return None
+        """Number of leading tokens that the head reads, None for all. The last block can skip the
+        others, with the same logits and gradients."""
+        return 1 if self.global_pool == "token" else None
 
     def forward(self, images: Images | Tokens) -> Logits:
         """Compute logits, or features if num_classes is 0, from normalised images or from tokens of
@@ -248,9 +244,7 @@ class VisionTransformer(nn.Module):
         """Change the size of the images: pixels of both sides, or (height, width).
 
         Learned positions are resampled into a new parameter, so build the optimizer afterwards.
-
-        Raises:
-            ValueError: The patches don't divide the image.
+        Raises ValueError if the patches don't divide the image.
         """
         old_grid = self.grid_size
         self.patch_embed.set_input_size(img_size)

@@ -51,14 +51,9 @@ def remove_prefix(weights: StateDict, name: str = _PATCHES) -> StateDict:
 def build_to_fit(
     architecture: Architecture, weights: StateDict, *, origin: str
 ) -> VisionTransformer:
-    """Build a model in evaluation mode around its weights, after a check on "meta" that they fit it.
+    """Build a model in evaluation mode around its weights, after a check on "meta" that they fit.
     So a damaged or malicious file can't allocate more memory than its own weights take. No random
-    weights are drawn.
-
-    Raises:
-        ValueError: The arguments contradict each other, an image has more than 65,536 patches, or
-            the weights belong to another model.
-    """
+    weights are drawn."""
     held = (_count_blocks(weights), len(weights.get("blocks.0.norm1.weight", ())))
     try:
         # Loops and positions are as long as these, on "meta" too.
@@ -108,17 +103,11 @@ def infer_architecture(
     num_heads: int | None = None,
     img_size: tuple[int, int] | None = None,
 ) -> Architecture:
-    """Infer the arguments of a VisionTransformer from the names and shapes of its weights.
+    """Infer the arguments of a VisionTransformer from timm's names and the shapes of its weights.
 
     Args:
-        weights: Weights with timm's names.
-        origin: Name of the weights in messages.
-        num_heads: Number of attention heads. None: that of the published ViTs of this width, with a
-            warning.
+        num_heads: None: that of the published ViTs of this width, with a warning.
         img_size: Height and width of the images. None: the patch grid is square.
-
-    Raises:
-        ValueError: The weights belong to another kind of network, or no published ViT has this width.
     """
     try:
         embed_dim, in_chans, *patch_size = weights[_PATCHES].shape
@@ -167,7 +156,6 @@ def _count_blocks(weights: StateDict) -> int:
 
 
 def _find_num_heads(embed_dim: int, origin: str) -> int:
-    """Return the published number of heads for a width, with a warning."""
     unknown = f"{origin} doesn't say how many attention heads share its {embed_dim} channels"
     cure = "give its module: vit.load_bundle(path, model=vit.VisionTransformer(…))"
     published = _PUBLISHED_HEADS.get(embed_dim)

@@ -12,7 +12,7 @@ from vit.evaluation.predictions import save_predictions
 from vit.prediction.features import Features
 from vit.prediction.probabilities import Float32s, Ints
 from vit.runtime.metrics_file import PREDICTIONS_FILE
-from vit.training.folds import Labels, assign_folds, list_always_trained, train_on_whole_classes
+from vit.training.folds import Labels, assign_folds, name_always_trained, train_on_whole_classes
 from vit.training.linear_probe import fit_probe
 from vit.training.probe import is_probe_alone
 from vit.training.run import Run
@@ -53,12 +53,12 @@ def cross_validate_run(run: Run, *, num_folds: int, directory: Path) -> str:
         measured = np.flatnonzero(folds >= 0)
         left_out = logits[measured]
         scores = score_logits(left_out, images.labels[measured])
-        path = directory / PREDICTIONS_FILE
-        save_predictions(path, images.subset(measured), scores, left_out)
-        said = f"{folds.max() + 1}-fold cross-validation of {len(measured):,} images"
-        if names := list_always_trained(folds, images.labels, images.class_names):
-            said += f"; not measured, because of one group or image: {names}"
-        said += f"; vit evaluate {directory} reports on them"
+        save_predictions(directory / PREDICTIONS_FILE, images.subset(measured), scores, left_out)
+        said = (
+            f"{folds.max() + 1}-fold cross-validation of {len(measured):,} images"
+            f"{name_always_trained(folds, images.labels, images.class_names)}"
+            f"; vit evaluate {directory} reports on them"
+        )
     return run.trainer.process.broadcast(said)
 
 
@@ -72,8 +72,7 @@ def predict_by_other_folds(
     balanced: bool = False,
 ) -> tuple[Ints, Float32s]:
     """Predict each image by a probe of the other folds. These choose the block, the pooling and the
-    strength anew each time, so that nothing of the result has seen the image. See `fit_probe` and
-    `assign_folds` for the arguments.
+    strength anew each time, so that nothing of the result has seen the image.
 
     Returns:
         The fold that left out each image, or −1; and the logits [n, C], 0 where it is −1.
@@ -97,7 +96,7 @@ def predict_by_other_folds(
         if inner_folds.max() < 1:
             inner_groups = None if groups is None else [groups[index] for index in known.tolist()]
             inner_folds = assign_folds(labels[known], inner_groups)
-        known_features = {readout: values[~is_out] for readout, values in features.items()}
+        known_features = {readout: values[known] for readout, values in features.items()}
         probe = fit_probe(
             known_features, labels[known], inner_folds, num_classes=num_classes, balanced=balanced
         )

@@ -38,20 +38,17 @@ _SAMPLED_IMAGES = 256
 
 @dataclass(frozen=True)
 class TrainingData:
-    """The images of a run, and what was decided about them.
+    """The images of a run, and what was decided about them."""
 
-    Attributes:
-        config: Configuration of the run, with the pipeline that was chosen.
-        train: Training images; not decoded in the pipeline "workers".
-        validation: Validation images with their pixels; None without any.
-        decode: Returns images of the run with their pixels; decoded images as they are.
-    """
-
+    # with the pipeline that was chosen
     config: Config
     splits: DatasetSplits
+    # not decoded in the pipeline "workers"
     train: ImageDataset
+    # decoded; None without any
     validation: ImageDataset | None
     preprocess: Preprocess
+    # returns images of the run with their pixels; decoded images as they are
     decode: Callable[[ImageDataset], ImageDataset]
     class_balance: ClassBalance
 
@@ -59,27 +56,21 @@ class TrainingData:
 def build_dataset(
     config: Config, *, user_dataset: Any = None, class_names: Sequence[str] | None = None
 ) -> DatasetSplits:
-    """Find the images of a run, without decoding any.
-
-    Args:
-        config: Configuration of the run. Its section `data` names the images.
-        user_dataset: Images from Python instead of them. See `vit.train`.
-        class_names: Names of the classes of `user_dataset`.
-    """
+    """Find the images of a run, without decoding any: those that the section `data` names, or
+    `user_dataset` and `class_names` of `vit.train`."""
     data = config.data
     rule = ImageRule(**{field.name: getattr(data, field.name) for field in fields(ImageRule)})
     if user_dataset is not None:
         # They have no test split. They can be evaluated on other images, or on those that are held
         # out for validation.
         rule = replace(rule, test_fraction=0.0, group_by=None, group_duplicates=False)
-        return open_passed(user_dataset, class_names, rule=rule, cache_dir=data.cache_dir)
+        return open_passed(user_dataset, class_names, rule=rule)
     splits = open_dataset(
         data.name,
         root=data.root,
         classes=data.classes,
         class_names=data.class_names,
         rule=rule,
-        cache_dir=data.cache_dir,
     )
     if corrections := read_corrections(data.corrections):
         splits = replace(splits, corrections=corrections)
@@ -95,18 +86,13 @@ def build_data(
     pretrained: Preprocess | None = None,
     has_transform: bool = False,
 ) -> TrainingData:
-    """List the training and validation images, and decode them where they fit into memory. The test
-    images are not touched.
+    """List the training and validation images, and decode them where they fit into the memory of
+    the host or of a device. The test images are not touched.
 
     Args:
-        config: Configuration of the run. What it says comes before `pretrained`, the preprocessing
-            of weights, and that before measured values.
-        splits: The data set.
-        device: Device on which the images will be.
+        config: What it says comes before `pretrained`, the preprocessing of weights, and that
+            before measured values.
         has_transform: Training images pass a function of the user, which needs them in full size.
-
-    Raises:
-        ValueError: Images can't be read.
     """
     data = config.data
     train = splits.split("train")
@@ -138,8 +124,6 @@ def build_data(
         whole = replace(preprocess, resize_mode="stretch")
         preprocess = normalize(map(whole.to_uint8, _read_sample(train)))
         is_measured = True
-    validation = splits.split("validation") if data.validation_fraction > 0 else None
-
     decode = partial(
         decode_dataset,
         size=preprocess.resize_size,
@@ -148,6 +132,7 @@ def build_data(
         workers=data.workers,
         max_unreadable_fraction=data.max_unreadable_fraction,
     )
+    validation = splits.split("validation") if data.validation_fraction > 0 else None
     num_images = len(train) + len(validation or ())
     num_bytes = num_images * math.prod(preprocess.resize_size) * 3
     # A resumed run names the pipeline, so that the memory that is free now doesn't change it.
@@ -192,14 +177,8 @@ def build_train_loader(
     transform: Transform | None = None,
     tokens: Float[Tensor, "n V N D"] | None = None,
 ) -> TrainLoader:
-    """Build the loader of augmented training batches.
-
-    Args:
-        data: The images.
-        device: Device on which the batches will be.
-        transform: Function of one image, passed from Python. It is tried on one image at once.
-        tokens: Tokens of the images, which the batches hold instead of the images.
-    """
+    """Build the loader of augmented training batches on a device, or of their `tokens`. A transform
+    from Python is tried on one image at once."""
     config = data.config
     train = data.train
     if transform is not None:
@@ -215,12 +194,11 @@ def build_train_loader(
     # If there are fewer images than a batch, take as many as divide into pairs for each process.
     process = current_process()
     multiple = 2 * process.world_size
-    batch_size = min(config.train.batch_size, len(train) // multiple * multiple)
     augment = config.augment
     loader_type = TrainLoader if tokens is None else partial(TokenLoader, tokens=tokens)
     return loader_type(
         train,
-        batch_size=batch_size,
+        batch_size=min(config.train.batch_size, len(train) // multiple * multiple),
         seed=config.train.seed,
         process=process,
         device=device,

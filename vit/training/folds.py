@@ -11,26 +11,20 @@ from vit.data.label_sets import number_label_sets
 from vit.evaluation.intervals import number_clusters
 from vit.runtime.arguments import shorten
 
-NUM_FOLDS = 5
 Labels = Int[np.ndarray, " n"] | Bool[np.ndarray, "n C"]
 Folds = Int[np.ndarray, " n"]
 
 
 def assign_folds(
-    labels: Labels, groups: Sequence[str] | None = None, *, num_folds: int = NUM_FOLDS
+    labels: Labels, groups: Sequence[str] | None = None, *, num_folds: int = 5
 ) -> NDArray[np.int64]:
     """Return the number of the fold that leaves out each image, or −1 for an image that never is.
 
-    Each class is spread over the folds as evenly as possible. Images of a class that can't be left
-    out in parts, because it has one group or one image, are always trained on. Where images have
-    several labels, the sets of labels are spread, and every image is left out once.
-
-    Args:
-        labels: Class of each image, or which labels it has.
-        groups: Group of each image; the images of a group that are left out share a fold. None:
-            each image is its own group.
-        num_folds: Folds at most; there are fewer where all images together have fewer groups, or
-            where a class has fewer images if there are no groups.
+    Each class is spread over the folds as evenly as possible, and a group is left out as a whole.
+    Images of a class that can't be left out in parts, because it has one group or one image, are
+    always trained on. Where images have several labels, the sets of labels are spread, and every
+    image is left out once. There are at most `num_folds`; fewer where all images together have
+    fewer groups, or a class has fewer images if there are no groups.
     """
     folds = np.full(len(labels), -1, dtype=np.int64)
     several = labels.ndim == 2
@@ -82,10 +76,14 @@ def train_on_whole_classes(folds: Folds, labels: Labels) -> NDArray[np.int64]:
     return kept
 
 
-def list_always_trained(folds: Folds, labels: Labels, class_names: Sequence[str]) -> str:
-    """Return the names of the classes of which no image is ever left out, with commas."""
+def name_always_trained(folds: Folds, labels: Labels, class_names: Sequence[str]) -> str:
+    """Return the end of a sentence with the classes of which no image is ever left out; "" without
+    any."""
+    names = np.array(class_names)
     if labels.ndim == 2:
-        missing = np.flatnonzero(labels.any(axis=0) & ~labels[folds >= 0].any(axis=0))
+        missing = names[labels.any(axis=0) & ~labels[folds >= 0].any(axis=0)]
     else:
-        missing = np.setdiff1d(labels, labels[folds >= 0])
-    return shorten(", ".join(class_names[label] for label in missing.tolist()))
+        missing = names[np.setdiff1d(labels, labels[folds >= 0])]
+    if not len(missing):
+        return ""
+    return f"; not measured, because of one group or image: {shorten(', '.join(missing))}"

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from vit.config import Config, plain_values
+from vit.config import Config, values_to_save
 from vit.runtime.arguments import shorten
 
 # The keys that change a number, or all of a section. Everything else, such as where images lie, how
@@ -26,7 +26,7 @@ def identify_run(config: Config, fingerprint: str, passed: Mapping[str, object])
     """Return what is equal for two runs exactly if one may continue the other. `passed` has the
     objects from Python, or None, by the names of the arguments of `vit.train`."""
     counted: dict[str, Any] = {"the fingerprint of the training images": fingerprint}
-    for section, values in plain_values(config).items():
+    for section, values in values_to_save(config).items():
         names = _COUNTED.get(section, " ".join(values)).split()
         counted |= {f"{section}.{name}": values[name] for name in names}
     for name, value in passed.items():

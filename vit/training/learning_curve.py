@@ -31,11 +31,10 @@ def measure_learning_curve(
     labels: Int[np.ndarray, " n"],
     *,
     strength: float,
-    balanced: bool = False,
-    groups: Sequence[str] | None = None,
+    balanced: bool,
+    groups: Sequence[str] | None,
 ) -> dict[str, Any] | None:
-    """Fit a probe again on parts of its images, and measure it on images that were left out. See
-    `fit_probe` for the arguments.
+    """Fit a probe again on parts of its images, and measure it on images that were left out.
 
     Returns:
         The content of `learning_curve.json`: numbers of images with accuracies from 0 to 1, the
@@ -68,7 +67,8 @@ def measure_learning_curve(
             make_pipeline(StandardScaler(), probe),
             features,
             labels,
-            cv=list(StratifiedGroupKFold(num_folds).split(features, labels, clusters)),
+            groups=clusters,
+            cv=StratifiedGroupKFold(num_folds),
             train_sizes=_FRACTIONS,
             shuffle=True,
             random_state=0,

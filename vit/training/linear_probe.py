@@ -26,28 +26,21 @@ _MAX_IMAGES = 1000
 _MIN_IMAGES_A_CLASS = 10
 # Strengths, C of scikit-learn's LogisticRegression; a block is chosen at the second one.
 _STRENGTHS = (1e-3, 1e-2, 1e-1, 1.0)
-_USUAL_STRENGTH = _STRENGTHS[1]
 # Bias of a class without training images, which makes its probability negligible.
 _ABSENT_BIAS = -30.0
 
 
 @dataclass(frozen=True)
 class LinearProbe:
-    """A linear layer on one block's pooled features.
-
-    Attributes:
-        readout: Block of the features, and their pooling.
-        strength: C of scikit-learn's `LogisticRegression`, the inverse of its penalty.
-        weight: [C, D], for features as they are: the standardisation is folded in.
-        bias: [C].
-        accuracy: Accuracy on left-out training images, 0 to 1, or the mean average precision of
-            labels; None where there were too few.
-    """
+    """A linear layer on one block's pooled features."""
 
     readout: Readout
+    # C of scikit-learn's LogisticRegression, the inverse of its penalty
     strength: float
+    # for features as they are: the standardisation is folded in
     weight: Float[np.ndarray, "C D"]
     bias: Float[np.ndarray, " C"]
+    # on left-out images, 0 to 1; of labels the mean average precision; None: there were too few
     accuracy: float | None = None
 
     def compute_logits(self, features: Float[np.ndarray, "n D"]) -> Float[np.ndarray, "n C"]:
@@ -62,27 +55,22 @@ def fit_probe(
     """Choose readout and strength by the cross-validated log loss, and fit on all images.
 
     Args:
-        features: Features of the training images, at each readout.
-        labels: Labels of the same images, 0 to C − 1; or which labels each image has.
-        folds: Number of the fold that leaves out each image, or −1. See `assign_folds`.
+        labels: Classes of the images, 0 to C − 1; or which labels each image has.
+        folds: See `assign_folds`.
         num_classes: C; a class without images gets a negligible probability.
         balanced: Weigh classes and labels, see `compute_class_weights`.
-
-    Raises:
-        ValueError: Fewer than two classes have images, or no label is on some images alone.
     """
     several = labels.ndim == 2
-    if several and not _vary(labels).any():
-        raise ValueError("a probe needs a label that some training images have and others lack")
-    if not several and len(np.unique(labels)) < 2:
-        raise ValueError("a probe needs training images of at least two classes")
+    if len(np.unique(labels, axis=0)) < 2:
+        raise ValueError("a probe needs training images of different classes or labels")
     # Without images to measure on: the last block, as it was trained. With one class to measure
     # on, the probe that always predicts it would be the best.
-    readout, strength, accuracy = list(features)[-1], _USUAL_STRENGTH, None
+    readout, strength, accuracy = list(features)[-1], _STRENGTHS[1], None
     is_measured = folds.max() >= 1 and (several or len(np.unique(labels[folds >= 0])) > 1)
 
-    def measure(values: FloatArray, chosen: Any, strength: float) -> tuple[float, float]:
-        return _measure(values[chosen], labels[chosen], folds[chosen], strength, balanced)
+    def measure(readout: Readout, chosen: Any, strength: float) -> tuple[float, float]:
+        values = features[readout].double().numpy()[chosen]
+        return _measure(values, labels[chosen], folds[chosen], strength, balanced)
 
     # The matrices are small, and several threads would wait for one another.
     with threadpool_limits(1):
@@ -91,70 +79,51 @@ def fit_probe(
             order = np.random.default_rng(0).permutation(len(labels))
             sample = np.sort(order[: max(_MAX_IMAGES, _MIN_IMAGES_A_CLASS * count)])
             depths = sorted({depth for depth, _ in features})[-_NUM_BLOCKS:]
-            readout = min(
-                (readout for readout in features if readout[0] in depths),
-                key=lambda each: measure(features[each].double().numpy(), sample, _USUAL_STRENGTH)[
-                    0
-                ],
-            )
-        values = features[readout].double().numpy()
-        if is_measured:
-            tried = {c: measure(values, slice(None), c) for c in _STRENGTHS}
+            last = [each for each in features if each[0] in depths]
+            readout = min(last, key=lambda each: measure(each, sample, strength)[0])
+            tried = {c: measure(readout, slice(None), c) for c in _STRENGTHS}
             strength = min(tried, key=lambda c: tried[c][0])
             accuracy = tried[strength][1]
-        weight, bias = fit_regression(values, labels, strength, num_classes, balanced=balanced)
+        values = features[readout].double().numpy()
+        weight, bias = _fit_regression(values, labels, strength, num_classes, balanced)
     return LinearProbe(readout, strength, weight, bias, accuracy)
 
 
 def _measure(
     values: FloatArray, labels: NDArray[Any], folds: Folds, strength: float, balanced: bool
 ) -> tuple[float, float]:
-    """Return the mean log loss of the images that are left out, and their accuracy; of labels the
-    mean binary cross-entropy, weighted as in the fit, and the mean average precision."""
+    """Predict the images of each fold by the regression of the others. Returns their mean log loss
+    and accuracy; of labels the mean binary cross-entropy, weighted as in the fit, and the mean
+    average precision."""
     # scikit-learn takes a second to import
     from sklearn.metrics import average_precision_score
 
-    logits = predict_left_out(values, labels, folds, strength, balanced=balanced)
-    measured = folds >= 0
-    logits, answers = logits[measured], labels[measured]
+    num_classes = labels.shape[1] if labels.ndim == 2 else int(labels.max()) + 1
+    logits = np.zeros((len(labels), num_classes))
+    for fold in np.unique(folds[folds >= 0]):
+        is_out = folds == fold
+        weight, bias = _fit_regression(
+            values[~is_out], labels[~is_out], strength, num_classes, balanced
+        )
+        logits[is_out] = values[is_out] @ weight.T + bias
+    logits, answers = logits[folds >= 0], labels[folds >= 0]
     if labels.ndim == 1:
         log_probabilities = logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)
         losses = -log_probabilities[np.arange(len(answers)), answers]
         return float(losses.mean()), float((logits.argmax(axis=1) == answers).mean())
     losses = np.logaddexp(0, np.where(answers, -logits, logits))
     if balanced:
-        losses = np.where(answers, compute_class_weights(labels, labels.shape[1]), 1.0) * losses
+        losses = np.where(answers, compute_class_weights(labels, num_classes), 1.0) * losses
     varies = _vary(answers)
     precision = average_precision_score(answers[:, varies], logits[:, varies])
     return float(losses[:, _vary(labels)].mean()), float(precision)
 
 
-def predict_left_out(
-    values: Float[np.ndarray, "n D"],
-    labels: Labels,
-    folds: Folds,
-    strength: float,
-    *,
-    balanced: bool = False,
-) -> Float[np.ndarray, "n C"]:
-    """Return the logits of each image by the regression of the other folds; 0 for images that are
-    never left out. See `fit_probe` for the arguments."""
-    num_classes = labels.shape[1] if labels.ndim == 2 else int(labels.max()) + 1
-    logits = np.zeros((len(labels), num_classes))
-    for fold in np.unique(folds[folds >= 0]):
-        is_out = folds == fold
-        weight, bias = fit_regression(
-            values[~is_out], labels[~is_out], strength, num_classes, balanced=balanced
-        )
-        logits[is_out] = values[is_out] @ weight.T + bias
-    return logits
-
-
-def fit_regression(
-    values: FloatArray, labels: Labels, strength: float, num_classes: int, *, balanced: bool
+def _fit_regression(
+    values: FloatArray, labels: Labels, strength: float, num_classes: int, balanced: bool
 ) -> tuple[FloatArray, FloatArray]:
     """Fit a logistic regression on standardised features, or one for each label. Returns weight
-    [C, D] and bias [C] for features that are not standardised. See `fit_probe`."""
+    [C, D] and bias [C] for features that are not standardised."""
     # scikit-learn takes a second to import
     from sklearn.linear_model import LogisticRegression
     from sklearn.preprocessing import StandardScaler

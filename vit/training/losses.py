@@ -21,14 +21,13 @@ def build_loss(
     class_weights: Float[Tensor, " C"] | None = None,
     user_loss: Loss | None = None,
 ) -> StepLoss:
-    """Build the loss of a run.
+    """Build the loss of a run: cross-entropy, where images have several labels the mean binary
+    cross-entropy, or `user_loss`.
 
     Args:
-        multilabel: An image may have several labels: the loss is the mean binary cross-entropy.
-        label_smoothing: Label smoothing of `torch.nn.functional.cross_entropy`, from 0 to 1.
+        label_smoothing: From 0 to 1, see `torch.nn.functional.cross_entropy`.
         class_weights: Factor of an image's loss for each class; their mean over the training images
             is 1. With several labels, the factor of the loss where an image has the label.
-        user_loss: Loss from Python instead.
     """
 
     def compute_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,59 +6,38 @@ from torch import nn
 from vit.config import Config
 from vit.data.preprocess import Preprocess
 from vit.data.sources.python_objects import FROM_PYTHON
-from vit.model.presets import PRESETS
 from vit.model.vision_transformer import VisionTransformer
-from vit.runtime.arguments import as_pair, check_choice, first_line, resolve_image_sizes
+from vit.runtime.arguments import as_pair, first_line, resolve_image_sizes
 
 
 def build_model(config: Config, *, num_classes: int) -> tuple[VisionTransformer, Preprocess | None]:
-    """Build the model of a run on the CPU.
-
-    Args:
-        config: Its `model` section; `train.seed` draws the weights that are not loaded.
-        num_classes: Number of classes in the data.
+    """Build the model of a run on the CPU, with random weights by `train.seed` or those of
+    `model.init`.
 
     Returns:
         The model, and the preprocessing that loaded weights were trained with; None without any.
-
-    Raises:
-        ValueError: A model, preset, image or patch size that doesn't fit.
     """
     torch.manual_seed(config.train.seed)
     preprocess = None
     if config.model.init is not None:
-        model, preprocess = _load_model(config, config.model.init, num_classes=num_classes)
+        model, preprocess = _load_model(config, config.model.init, num_classes)
     else:
-        # A key that the configuration doesn't set has the preset's value.
-        preset = config.model.preset
-        arguments = config.model.model_dump(
-            exclude={"init", "preset", "probe", "freeze"}, exclude_unset=preset is not None
-        )
-        if preset is not None:
-            check_choice(preset, PRESETS, name="model.preset")
-            arguments = PRESETS[preset] | arguments
-        _check_sizes(config, config.data.size, arguments["patch_size"])
-        arguments |= {"img_size": config.data.size, "num_classes": num_classes}
-        model = VisionTransformer(**arguments)
+        arguments = config.model.model_dump(exclude={"init", "probe", "freeze"})
+        model = VisionTransformer(config.data.size, num_classes=num_classes, **arguments)
     set_up_training(config, model)
     return model, preprocess
 
 
 def _load_model(
-    config: Config, init: str, *, num_classes: int
+    config: Config, init: str, num_classes: int
 ) -> tuple[VisionTransformer, Preprocess | None]:
-    """Load the model that `model.init` names, and give it the sizes of the configuration."""
+    """Load weights, and give the model the image size of the configuration."""
     # timm takes seconds to import
     from vit.model.modules import load_pretrained
 
     if init == FROM_PYTHON:
         raise ValueError(
             "the model of this run was passed from Python; pass it to vit.train(model=…) again"
-        )
-    preset = config.model.preset
-    if preset is not None:
-        raise ValueError(
-            f"model.preset {preset}: the weights of --init have their own architecture"
         )
     model, values = load_pretrained(
         init, num_classes=num_classes, drop_path_rate=config.model.drop_path_rate
@@ -73,17 +52,10 @@ def _load_model(
             raise ValueError(f"model.{key} {value}: the weights of --init have {held}")
     patch_size = model.patch_embed.patch_size
     image_size = config.data.image_size or model.patch_embed.img_size
-    _check_sizes(config, image_size, patch_size)
+    # the size is one of whole patches
+    resolve_image_sizes(config.train.image_sizes, image_size=image_size, patch_size=patch_size)
     model.set_input_size(image_size)
     return model, Preprocess.from_dict(values) if values else None
-
-
-def _check_sizes(
-    config: Config, image_size: int | tuple[int, int], patch_size: int | tuple[int, int]
-) -> None:
-    """Raise ValueError for an image that isn't whole patches."""
-    patch = as_pair(patch_size, name="model.patch_size")
-    resolve_image_sizes(config.train.image_sizes, image_size=image_size, patch_size=patch)
 
 
 def set_up_training(config: Config, model: VisionTransformer) -> None:

@@ -2,6 +2,7 @@
 thresholds of prediction sets, a temperature, and features by which unusual images are found."""
 
 import copy
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,6 @@ from vit.prediction.conformal import COVERAGE, find_threshold
 from vit.prediction.features import compute_readable_features
 from vit.prediction.neighbours import compute_distances, normalize_rows
 from vit.prediction.probabilities import Ints
-from vit.runtime.arguments import first_line
 from vit.training.run import Run
 from vit.training.validation import predict_validation
 
@@ -37,69 +37,52 @@ def complete_model_file(run: Run, directory: Path) -> None:
     # A copy of the run's own module takes the best weights, so that none is built again.
     module = copy.deepcopy(trainer.train_step.module)
     bundle = build_bundle(content, path, model=module, device=trainer.train_step.device)
-    values: dict[str, Any] = {}
-    conformal = values["conformal"] = {"num_images": 0, "thresholds": {}, "no_likeness": ""}
+    conformal: dict[str, Any] = {"num_images": 0, "thresholds": {}}
+    metadata = {**content.metadata, "conformal": conformal}
+    likeness = content.likeness
     validation = run.data.validation
     if validation is not None:
+        conformal["num_images"] = len(validation)
         logits = predict_validation(run.data, bundle.model, trainer.train_step.device)
         if len(logits) >= MIN_IMAGES and np.isfinite(logits).all():
-            values["temperature"] = fit_temperature(logits, validation.labels)
-            values["temperature_fitted_on"] = {
-                "split": validation.split,
-                "fingerprint": validation.fingerprint,
-                "num_images": len(logits),
-            }
-        conformal["num_images"] = len(validation)
+            metadata["temperature"] = fit_temperature(logits, validation.labels)
         # The thresholds of labels decide, so that they need no sets.
         if not validation.is_multilabel:
             threshold = find_threshold(score_logits(logits, validation.labels).label_probability)
             if threshold is not None:
                 conformal["thresholds"] = {str(COVERAGE): threshold}
-            top1 = trainer.progress.best.get("top1", -1.0)
-            values["validation"] = {"top1": top1, "num_images": len(validation)}
-
-    likeness = content.likeness
-    # A run that has ended must not fail because of them.
-    try:
-        likeness, conformal["training_images"] = _compute_likeness(run, bundle)
-        conformal["num_training_features"] = len(likeness.training_features)
-        conformal["num_distances"] = len(likeness.distances)
-    except (OSError, ValueError, RuntimeError) as error:
-        conformal["no_likeness"] = first_line(error)
+        # A run that has ended must not fail because of images that can't be read any more.
+        if count_features(bundle.model):
+            with suppress(OSError, ValueError, RuntimeError):
+                likeness, conformal["training_images"] = _compute_likeness(run, bundle)
     if trainer.process.is_main:
-        metadata = {**content.metadata, **values}
         write_model_file(path, replace(content, metadata=metadata, likeness=likeness))
     trainer.process.wait()
 
 
 def _compute_likeness(run: Run, bundle: Bundle) -> tuple[Likeness, list[tuple[str, int]]]:
     """Compute the features by which unusual images and the nearest training images are found, and
-    list the name and the class of each training image. Raises ValueError with the reason if there
-    are none."""
-    data = run.data
-    if data.validation is None or not count_features(bundle.model):
-        raise ValueError("there are no validation images, or the model has no features")
+    list the name and the class of each training image, −1 where it may have several labels."""
+    train, validation = run.data.train, run.data.validation
+    assert validation is not None
     # Evenly spaced among the images by class, so that each class has its share.
-    by_class = np.argsort(data.train.strata, kind="stable")
+    by_class = np.argsort(train.strata, kind="stable")
     chosen = np.sort(by_class[choose_evenly(len(by_class), _MAX_TRAINING_FEATURES)])
-    training = data.train.subset(chosen)
+    training = train.subset(chosen)
     readable: Ints = np.arange(len(chosen))
-    reads_all = data.config.model.probe is True and training.pixels is not None
+    reads_all = run.data.config.model.probe is True and training.pixels is not None
     if run.uncut_model is not None and run.probe is not None and reads_all:
         # The probe was fitted on them, so that they are in the cache.
         features = run.compute_probe_features()[run.probe.probe.readout]
         training_features = features.numpy()[chosen]
     else:
         training_features, readable = compute_readable_features(bundle, training)
-    held_out = choose_evenly(len(data.validation), _MAX_DISTANCES)
-    held_out_features, _ = compute_readable_features(bundle, data.validation.subset(held_out))
+    held_out = choose_evenly(len(validation), _MAX_DISTANCES)
+    held_out_features, _ = compute_readable_features(bundle, validation.subset(held_out))
     if not len(training_features):
         raise ValueError("the training images can't be read again")
     units = normalize_rows(training_features).astype(np.float16)
     likeness = Likeness(units, compute_distances(held_out_features, units).astype(np.float32))
-    names = [printable(training.ids[index]) for index in readable.tolist()]
-    # an image of several labels has no class of its own
-    classes = [-1] * len(names)
-    if not training.is_multilabel:
-        classes = training.labels[readable].tolist()
-    return likeness, list(zip(names, classes, strict=True))
+    labels = np.full(len(training), -1) if training.is_multilabel else training.labels
+    named = [(printable(training.ids[index]), int(labels[index])) for index in readable.tolist()]
+    return likeness, named

@@ -8,7 +8,6 @@ from torch import nn
 
 from vit.bundle import MULTILABEL, Bundle
 from vit.config import values_to_save
-from vit.data.splits import write_splits
 from vit.model.find_file import MODEL_FILE
 from vit.model.model_file import write_model_file
 from vit.runtime.background_writer import BackgroundWriter
@@ -36,37 +35,31 @@ def write_bundle(
     # The values themselves: the files that they are from may change.
     config["data"]["class_names"] = dict(data.splits.renamed_classes) or None
     config["data"]["corrections"] = dict(data.splits.corrections) or None
-    datasets = {"train": data.train}
-    if data.validation is not None:
-        datasets["validation"] = data.validation
-    # so that no later command draws a split again
-    held_out = data.splits.list_held_out()
-    table = directory / "splits.csv"
-    if held_out and not table.exists():
-        write_splits(table, held_out)
-    hashes = None
-    if data.train.hashes is not None:
-        # safetensors takes contiguous arrays only
-        exact, perceptual = np.ascontiguousarray(data.train.hashes)
-        hashes = (exact, perceptual)
+    train = data.train
+    datasets = [train, *filter(None, [data.validation])]
     facts = {
-        "name": data.train.name,
-        "fingerprint": data.train.fingerprint,
+        "name": train.name,
+        "fingerprint": train.fingerprint,
         "splits": {
-            split: {"num_images": len(dataset), "fingerprint": dataset.fingerprint}
-            for split, dataset in datasets.items()
+            dataset.split: {"num_images": len(dataset), "fingerprint": dataset.fingerprint}
+            for dataset in datasets
         },
-        "unreadable": sum(len(dataset.unreadable) for dataset in datasets.values()),
-        "notes": list(data.train.notes),
-        "held_out": held_out,
+        "unreadable": sum(len(dataset.unreadable) for dataset in datasets),
+        # so that no later command draws a split again
+        "held_out": data.splits.list_held_out(),
         "num_trained_on": len(data.splits.split("train")),
     }
-    if data.train.is_multilabel:
+    if train.is_multilabel:
         facts["task"] = MULTILABEL
+    hashes = None
+    if train.hashes is not None:
+        # safetensors takes contiguous arrays only
+        exact, perceptual = np.ascontiguousarray(train.hashes)
+        hashes = (exact, perceptual)
     bundle = Bundle(
         model=model,
         preprocess=data.preprocess,
-        class_names=data.train.class_names,
+        class_names=train.class_names,
         name="",
         sha256="",
         config=config,

@@ -1,7 +1,6 @@
 """The linear probe that a run of pretrained weights starts from."""
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,21 +15,20 @@ from vit.runtime.numbers import format_percent
 from vit.runtime.processes import current_process
 from vit.runtime.progress import show_progress
 from vit.training.data import TrainingData
-from vit.training.folds import assign_folds, list_always_trained
+from vit.training.folds import assign_folds, name_always_trained
 from vit.training.learning_curve import measure_learning_curve
 from vit.training.linear_probe import LinearProbe, fit_probe
 from vit.training.model import set_up_training
 from vit.training.validation import build_predictor
 
 
-@dataclass(frozen=True)
-class FittedProbe:
+class FittedProbe(NamedTuple):
     """The probe of a run's training images, its description for the user, and its learning curve;
-    the last in the main process of a new run only. See `measure_learning_curve`."""
+    the last in the main process of a new run only."""
 
     probe: LinearProbe
     description: str
-    curve: dict[str, Any] | None = None
+    curve: dict[str, Any] | None
 
 
 def uses_probe(config: Config) -> bool:
@@ -60,32 +58,23 @@ def fit_to_data(
     device: torch.device,
     measures_curve: bool,
 ) -> FittedProbe:
-    """Fit a probe on the training images, or on as many as `model.probe` says.
-
-    Args:
-        config: Configuration of the run.
-        model: Model with the pretrained weights, on its device.
-        data: Images of the run.
-        device: The model's device.
-        measures_curve: Measure the learning curve, too.
-    """
+    """Fit a probe of a model on a device on the training images, or on as many as `model.probe`
+    says."""
     # Images that are decoded while training are decoded here, and unreadable ones are left out.
     images = data.decode(_choose_images(data.train, config.model.probe))
     features = compute_data_features(data, images, model, device=device)
     balanced = data.class_balance == "weights"
-    folds = assign_folds(images.labels, images.groups)
+    labels, names = images.labels, images.class_names
+    folds = assign_folds(labels, images.groups)
     process = current_process()
     probe = curve = None
     if process.is_main:
         with show_progress("choosing a linear probe"):
-            num_classes = len(images.class_names)
-            probe = fit_probe(
-                features, images.labels, folds, num_classes=num_classes, balanced=balanced
-            )
+            probe = fit_probe(features, labels, folds, num_classes=len(names), balanced=balanced)
             if measures_curve and not images.is_multilabel:
                 curve = measure_learning_curve(
                     features[probe.readout].double().numpy(),
-                    images.labels,
+                    labels,
                     strength=probe.strength,
                     balanced=balanced,
                     groups=images.groups,
@@ -99,9 +88,7 @@ def fit_to_data(
     if probe.accuracy is not None:
         measure = "mean average precision" if images.is_multilabel else "top-1"
         text += f"; {measure} in cross-validation {format_percent(probe.accuracy, len(images))}"
-    if names := list_always_trained(folds, images.labels, images.class_names):
-        text += f"; not measured, because of one group or image: {names}"
-    return FittedProbe(probe, text, curve)
+    return FittedProbe(probe, text + name_always_trained(folds, labels, names), curve)
 
 
 def build_probed_model(

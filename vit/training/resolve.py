@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from vit.config import Config, Overrides, load_config, plain_values, read_sections
+from vit.config import Config, Overrides, load_config, read_sections
 from vit.data.sources.folders import check_not_inside
 from vit.data.sources.python_objects import FROM_PYTHON
 from vit.runtime.files import expand_home
@@ -44,7 +44,7 @@ def resolve_config(
         usage = "vit train PHOTOS or CONFIG [key.path=value …] --output DIR"
         raise ValueError(f"which configuration? {usage}")
     elif isinstance(source, Config):
-        source = plain_values(source)
+        source = source.model_dump(exclude_unset=True)
     elif not isinstance(source, Mapping):
         source = find_recipe(source)
     sections = read_sections(source, overrides)

@@ -310,8 +310,7 @@ def _compile(
         compiles = flops >= _WORTHWHILE_FLOPS * max(len(plan.image_sizes), 1)
     if compiles:
         # torch's own choice is the folder for temporary files, which is emptied now and then.
-        cache = (config.data.cache_dir or default_cache_dir()) / "compiled"
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(default_cache_dir() / "compiled"))
         torch._dynamo.config.recompile_limit = _MAX_COMPILED
         for block in model.blocks:
             # From the third size on, torch would make sizes symbols, which a CUDA graph can't have.

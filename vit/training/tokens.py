@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from vit.config import Config
+from vit.config import AugmentConfig, Config
 from vit.data.loader import fits_in_memory
 from vit.data.workers import Transform
 from vit.model.vision_transformer import VisionTransformer
@@ -29,26 +29,25 @@ def keep_tokens(
     transform: Transform | None = None,
 ) -> tuple[TrainingData, Float[Tensor, "n V N D"] | None]:
     """Compute the tokens of the training images, if the configuration and the memory allow it.
-
-    Returns:
-        The data and None; or the data with the pipeline "tokens", and the tokens.
-
-    Raises:
-        ValueError: The configuration asks for tokens of a model or of images that have none.
-    """
+    Returns the data, whose pipeline is then "tokens", and the tokens or None."""
     wanted = config.data.pipeline
-    is_ours = isinstance(model, VisionTransformer) and transform is None
-    is_possible = is_ours and config.keeps_tokens
-    if wanted == "tokens" and not is_possible:
-        raise ValueError(
-            "data.pipeline=tokens needs frozen blocks of a model of vit (model.freeze: a number),"
-            " no augmentation but augment.flip, and one image size (train.image_sizes: null)"
-        )
-    is_chosen = is_possible and wanted == "auto" and data.train.pixels is not None
-    if not isinstance(model, VisionTransformer) or not (wanted == "tokens" or is_chosen):
+    augment = config.augment
+    mirrored = augment.flip != "none"
+    # The frozen blocks compute the same tokens of an image in every epoch.
+    flips_alone = augment == AugmentConfig(flip=augment.flip, mix_until=augment.mix_until)
+    has_one_size = transform is None and flips_alone and not config.train.image_sizes
+    is_frozen = config.model.freeze not in (0, "none", "backbone")
+    if not isinstance(model, VisionTransformer) or not (is_frozen and has_one_size):
+        if wanted == "tokens":
+            raise ValueError(
+                "data.pipeline=tokens needs frozen blocks of a model of vit (model.freeze: a"
+                " number), no augmentation but augment.flip, and one image size"
+                " (train.image_sizes: null)"
+            )
+        return data, None
+    if wanted != "tokens" and (wanted != "auto" or data.train.pixels is None):
         return data, None
 
-    mirrored = config.augment.flip != "none"
     predictor = build_predictor(data, model, device=device)
     dtype: torch.dtype = getattr(torch, predictor.precision)
     num_tokens = model.num_prefix_tokens + math.prod(model.grid_size)

@@ -20,7 +20,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from vit.config import list_overrides, plain_values
+from vit.config import list_overrides, values_to_save
 from vit.data.loader import Batch, TrainLoader
 from vit.data.random import seed_step
 from vit.runtime.background_writer import BackgroundWriter
@@ -97,7 +97,7 @@ class Trainer:
                     "on_start",
                     step=progress.step,
                     total_steps=self.plan.total_steps,
-                    settings=list_overrides(plain_values(self.data.config)),
+                    settings=list_overrides(values_to_save(self.data.config)),
                 )
                 if self.keeps_first_model and not progress.has_model:
                     self._keep_first_model()
