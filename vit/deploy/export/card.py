@@ -1,25 +1,16 @@
 """The model card of an export: README.md with the header that the Hub reads."""
 
 import re
-from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from vit.bundle import Bundle
 from vit.data.open import name_data
 from vit.evaluation.result import find_evaluation
-from vit.runtime.files import write_atomically
 
 
-def write_card(directory: Path, bundle: Bundle, *, format: str, attention: bool) -> None:
-    """Write README.md. Text that came with the model or its data may hold markup: it is quoted.
-
-    Args:
-        directory: Folder of the export.
-        bundle: The model.
-        format: See `vit.export_model`.
-        attention: See `vit.export_model`.
-    """
+def build_card(bundle: Bundle, *, format: str, attention: bool) -> str:
+    """Build README.md. Text that came with the model or its data may hold markup: it is quoted."""
     environment = Environment(
         loader=PackageLoader("vit", "deploy/export/templates"),
         undefined=StrictUndefined,
@@ -35,7 +26,7 @@ def write_card(directory: Path, bundle: Bundle, *, format: str, attention: bool)
         data=name_data(bundle.data.get("name", ""), bundle.config.get("data", {}).get("root")),
         evaluation=find_evaluation(bundle.name, bundle.sha256),
     )
-    write_atomically(directory / "README.md", re.sub(r"\n{3,}", "\n\n", text))
+    return re.sub(r"\n{3,}", "\n\n", text)
 
 
 def _plain(text: object) -> str:

@@ -1,14 +1,13 @@
 """`vit.export_model`: a model for other programs, and its card."""
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 from vit.bundle import ModelLike, keeps_mode, open_model, require_classifier
-from vit.deploy.export.card import write_card
-from vit.deploy.export.onnx_file import PROGRAM, convert_to_onnx
-from vit.deploy.export.python_formats import convert_to_folder, write_folder
+from vit.deploy.export.card import build_card
+from vit.deploy.export.onnx_file import ONNX_FILE, build_onnx_files
+from vit.deploy.export.python_formats import build_folder_files
 from vit.model.modules import load_timm
 from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.arguments import check_choice
@@ -58,14 +57,11 @@ def export_model(
     # a model that the format can't hold is refused before anything is written
     with show_progress(f"writing {format}"):
         if format == "onnx":
-            proto = convert_to_onnx(bundle, attention=attention)
-            directory = open_output(output, overwrite=overwrite)
-            path = directory / "model.onnx"
-            write_atomically(path, proto.SerializeToString())
-            shutil.copyfile(PROGRAM, directory / PROGRAM.name)
+            files = build_onnx_files(bundle, attention=attention)
         else:
-            folder = convert_to_folder(bundle, format)
-            directory = path = open_output(output, overwrite=overwrite)
-            write_folder(folder, directory)
-        write_card(directory, bundle, format=format, attention=attention)
-    return path
+            files = build_folder_files(bundle, format)
+        files["README.md"] = build_card(bundle, format=format, attention=attention)
+        directory = open_output(output, overwrite=overwrite)
+        for name, content in files.items():
+            write_atomically(directory / name, content)
+    return directory / ONNX_FILE if format == "onnx" else directory

@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -15,20 +14,17 @@ from torch import Tensor, nn
 from vit.bundle import MULTILABEL, Bundle
 from vit.explanation.methods.rollout import LogitsAndRollout
 from vit.model.vision_transformer import VisionTransformer
+from vit.runtime.files import FileContent
 from vit.runtime.version import __version__
 
-PROGRAM = Path(__file__).with_name("templates") / "predict.py"
+ONNX_FILE = "model.onnx"
+_PROGRAM = Path(__file__).with_name("templates") / "predict.py"
 # version of ONNX's operators
 _OPSET = 20
 
 
 class Classifier(nn.Module):
-    """From normalised images to logits, probabilities and, if asked for, attention rollout.
-
-    Args:
-        bundle: The model.
-        attention: Add the rollout.
-    """
+    """From normalised images to logits, probabilities and, if asked for, attention rollout."""
 
     def __init__(self, bundle: Bundle, *, attention: bool) -> None:
         super().__init__()
@@ -49,17 +45,9 @@ class Classifier(nn.Module):
         return (logits, probabilities, *maps)
 
 
-def convert_to_onnx(bundle: Bundle, *, attention: bool) -> Any:
-    """Return the content of model.onnx, with all facts that a program needs in its metadata.
-
-    Args:
-        bundle: The model.
-        attention: See `Classifier`, whose input is "pixel_values", and whose outputs are "logits",
-            "probabilities" and "attention".
-
-    Raises:
-        ValueError: A package is missing.
-    """
+def build_onnx_files(bundle: Bundle, *, attention: bool) -> dict[str, FileContent]:
+    """Build model.onnx, with all facts that a program needs in its metadata, and a program. Raises
+    ValueError if a package is missing."""
     try:
         import onnx
         import onnxscript  # noqa: F401  # torch's exporter needs it
@@ -101,7 +89,7 @@ def convert_to_onnx(bundle: Bundle, *, attention: bool) -> Any:
         "vit_version": __version__,
     }
     onnx.helper.set_model_props(proto, {name: json.dumps(fact) for name, fact in facts.items()})
-    return proto
+    return {ONNX_FILE: proto.SerializeToString(), _PROGRAM.name: _PROGRAM.read_bytes()}
 
 
 @contextmanager

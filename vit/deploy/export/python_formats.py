@@ -1,7 +1,5 @@
 """A model as a folder that timm or transformers of Hugging Face opens."""
 
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save
@@ -11,27 +9,19 @@ from vit.data.preprocess import Preprocess
 from vit.model.huggingface_weights import convert_to_huggingface
 from vit.model.model_file import MODEL_FILE, StateDict
 from vit.model.vision_transformer import VisionTransformer
-from vit.runtime.files import format_json, write_atomically
+from vit.runtime.files import FileContent, format_json
 
 # our arguments that the architecture already says, or that timm lacks or gives another value
 _NOT_ARGUMENTS = ("stem", "mlp", "mlp_ratio", "pos_embed", "drop_path_rate", "attention_backend")
 # Pillow's numbers
 _RESAMPLE = {"bilinear": 2, "bicubic": 3}
-# weights, and the content of each JSON file beside them
-Folder = tuple[StateDict, Mapping[str, Any]]
 
 
-def convert_to_folder(bundle: Bundle, library: str) -> Folder:
-    """Return the content of a folder that a library opens. Fixed sine-cosine positions become learned
-    ones of the same values.
+def build_folder_files(bundle: Bundle, library: str) -> dict[str, FileContent]:
+    """Build a folder that a library opens: "timm", or "huggingface" by transformers' own ViT and image
+    processor. Fixed sine-cosine positions become learned ones of the same values.
 
-    Args:
-        bundle: The model.
-        library: "timm", for `timm.create_model("local-dir:FOLDER", pretrained=True)`, or
-            "huggingface", for transformers' own ViT and image processor.
-
-    Raises:
-        ValueError: The library has no such architecture, or no such preprocessing.
+    Raises ValueError if the library has no such architecture, or no such preprocessing.
     """
     model, preprocess = bundle.model, bundle.preprocess
     assert isinstance(model, VisionTransformer)
@@ -45,7 +35,7 @@ def convert_to_folder(bundle: Bundle, library: str) -> Folder:
     if library == "timm":
         # timm's models give logits; `vit` reads the task
         config = _describe_for_timm(model, preprocess, bundle.class_names) | task
-        return weights, {"config.json": config}
+        return {MODEL_FILE: _pack(weights), "config.json": format_json(config)}
 
     converted = convert_to_huggingface(model, weights)
     if converted is None or len(set(preprocess.image_size)) > 1:
@@ -67,18 +57,16 @@ def convert_to_folder(bundle: Bundle, library: str) -> Folder:
         "image_mean": preprocess.mean,
         "image_std": preprocess.std,
     }
-    return weights, {"config.json": config, "preprocessor_config.json": processor}
+    return {
+        MODEL_FILE: _pack(weights),
+        "config.json": format_json(config),
+        "preprocessor_config.json": format_json(processor),
+    }
 
 
-def write_folder(folder: Folder, directory: Path) -> None:
-    """Write the files of a folder."""
-    weights, documents = folder
-    tensors = {name: tensor.contiguous() for name, tensor in weights.items()}
-    path = directory / MODEL_FILE
+def _pack(weights: StateDict) -> bytes:
     # transformers requires the format
-    write_atomically(path, save(tensors, {"format": "pt"}))
-    for name, content in documents.items():
-        write_atomically(directory / name, format_json(content))
+    return save({name: weight.contiguous() for name, weight in weights.items()}, {"format": "pt"})
 
 
 def _describe_for_timm(

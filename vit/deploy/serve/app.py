@@ -38,15 +38,10 @@ Json = Mapping[str, Any]
 
 
 def build_app(bundle: Bundle, *, hosts: Sequence[str] = LOCAL_HOSTS) -> FastAPI:
-    """Build the application.
+    """Build the application. If the attention of the model can't be read, answers have no map.
 
-    Args:
-        bundle: The model. If its attention can't be read, answers have no map.
-        hosts: Requests must name one of them, so that no other site can let its name point here.
-            "*.example.com" is each name below example.com.
-
-    Raises:
-        ValueError: The model has no classifier.
+    Requests must name one of the hosts, so that no other site can let its name point here.
+    "*.example.com" is each name below example.com.
     """
     service = _Service(bundle)
     # the framework's own pages load scripts from another site
@@ -58,9 +53,7 @@ def build_app(bundle: Bundle, *, hosts: Sequence[str] = LOCAL_HOSTS) -> FastAPI:
     app.add_middleware(PrometheusMiddleware, app_name="vit", prefix="vit")
     app.middleware("http")(_guard)
     # the last one sees a request first
-    app.add_middleware(
-        TrustedHostMiddleware, allowed_hosts=list(dict.fromkeys(hosts)), www_redirect=False
-    )
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)
     return app
 
 
@@ -90,10 +83,8 @@ def _refuse(status: int, text: str) -> Response:
 
 
 class _Service:
-    """Answers requests with one model.
-
-    Several photos are decoded at a time, predicted together, and explained one after the other.
-    """
+    """Answers requests with one model. Several photos are decoded at a time, predicted together, and
+    explained one after the other."""
 
     def __init__(self, bundle: Bundle) -> None:
         self.bundle = bundle
@@ -103,7 +94,6 @@ class _Service:
         if bundle.is_multilabel:
             self._predictor.top_k = len(bundle.class_names)  # each may be there
         self._batches = Batches(self._predict_batch)
-        # a model whose attention can't be read has no maps
         self.has_map = False
         with suppress(ValueError):
             self._explain(Image.new("RGB", (8, 8)))
@@ -164,10 +154,8 @@ class _Service:
         return list(self._predictor.predict_pixels([("", pixels) for pixels in photos]))
 
     def _explain(self, photo: Image.Image) -> list[Json]:
-        """Return the first map of a photo, or one for each label that is predicted.
-
-        A map has a value for each patch, and the part of the photo that they cover.
-        """
+        """Return the first map of a photo, or one for each label that is predicted: a value for each
+        patch, and the part of the photo that they cover."""
         (explained,) = explain(self.bundle, [photo], checks=True, batch_size=1).images
         left, top, right, bottom = explained.geometry.box
         width, height = explained.geometry.original_size
