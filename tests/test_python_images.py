@@ -123,21 +123,6 @@ def test_images_of_every_form_give_one_evaluation(run: TrainingResult, others: A
     assert measured.conditions["data"] == "from-python"
 
 
-def test_tensors_and_names_train_the_model_that_arrays_train(
-    run: TrainingResult, arrays: Arrays, tmp_path: Path
-) -> None:
-    # of names, the order is alphabetical unless class_names says another
-    dataset = Colours(arrays, v2.Compose([v2.ToImage()]), NAMES.__getitem__)
-    other = vit.train(CONFIG, output=tmp_path / "run", dataset=dataset, class_names=NAMES)
-    weights = run.bundle.model.state_dict()
-    for name, tensor in other.bundle.model.state_dict().items():
-        assert torch.equal(tensor, weights[name]), name
-    sorted_names = vit.train(
-        CONFIG, output=tmp_path / "sorted", overrides=["train.epochs=1"], dataset=dataset
-    )
-    assert sorted_names.bundle.class_names == ("blue", "green", "red")
-
-
 class Small(nn.Module):
     pass
 
@@ -179,25 +164,9 @@ MISTAKES: dict[str, tuple[Callable[[TrainingResult, Arrays, Path], Any], str]] =
         ),
         r"does not take images \[2, 3, 8, 8\] \(Input height .*set data\.image_size",
     ),
-    "normalised": (
-        lambda r, a, p: vit.train(
-            CONFIG,
-            output=p,
-            dataset=Colours(a, lambda pixels: torch.from_numpy(pixels).permute(2, 0, 1) / 100),
-        ),
-        "without Normalize, vit normalises by itself",
-    ),
     "no pairs": (
         lambda r, a, p: vit.train(CONFIG, output=p, dataset=[3, 4]),
         r"item 0 of dataset is of the type int, not a pair \(image, label\)",
-    ),
-    "mixed labels": (
-        lambda r, a, p: vit.train(CONFIG, output=p, dataset=[(a[0][0], "a"), (a[0][1], 2)]),
-        "labels of dataset are 'a', 2, not class names",
-    ),
-    "a label without class": (
-        lambda r, a, p: vit.train(CONFIG, output=p, dataset=[(a[0][0], "pink")], class_names=NAMES),
-        "'pink' of dataset is not one of its classes",
     ),
 }
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-import vit
 from tests.explanation.keep_tokens import keep_tokens
 from vit.bundle import Bundle
 from vit.data.preprocess import Preprocess
@@ -77,22 +76,6 @@ def test_what_alone_separates_two_classes_is_first(bundle: Bundle) -> None:
         assert contrast.answer == 0
         assert answer_without(bundle, pixels[place], contrast.removed) == 0
         assert answer_without(bundle, pixels[place], []) == 1
-
-
-def test_every_answer_that_turns_does_so_in_a_forward_pass(tiny_bundle: Bundle) -> None:
-    result = vit.evaluate(tiny_bundle, data="digits", num_examples=0)
-    scores = result.scores
-    mistakes = choose_mistakes(scores, 20)
-    assert mistakes
-    pixels = [result.images.read(each.image, each.image + 1)[0] for each in mistakes]
-    num_turned = 0
-    contrasts = explain_mistakes(tiny_bundle, mistakes, pixels)
-    for image, mistake, contrast in zip(pixels, mistakes, contrasts, strict=True):
-        if contrast.answer is not None:
-            num_turned += 1
-            assert contrast.answer != mistake.predicted
-            assert answer_without(tiny_bundle, image, contrast.removed) == contrast.answer
-    assert num_turned
 
 
 def test_the_clearest_mistakes_are_chosen() -> None:

@@ -71,23 +71,6 @@ def test_metrics_are_those_of_scikit_learn() -> None:
     assert rows[3].average_precision_interval == (0.0, 1.0)
 
 
-def test_intervals_hold_their_metrics_and_widen_with_groups() -> None:
-    logits, labels = draw(200, 3)
-    scores = score_logits(logits, labels)
-    metrics = compute_metrics(scores)
-    intervals = measure(scores).intervals
-    assert all(low <= metrics[name] <= high for name, (low, high) in intervals.items())
-    # each image four times, in one group: the intervals are those of the images
-    repeated = scores.subset(np.repeat(np.arange(200), 4))
-    groups = [str(index // 4) for index in range(800)]
-    grouped = measure(repeated, groups).intervals
-    alone = measure(repeated).intervals
-    for name, (low, high) in intervals.items():
-        width = high - low
-        assert grouped[name][1] - grouped[name][0] == pytest.approx(width, rel=0.35), name
-        assert alone[name][1] - alone[name][0] < 0.7 * width, name
-
-
 def test_perfect_and_useless_predictions_have_intervals() -> None:
     _, labels = draw(100, 2)
     perfect = score_logits(np.where(labels, 9, -9).astype(np.float32), labels)

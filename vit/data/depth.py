@@ -20,10 +20,8 @@ def check_size(size: tuple[int, int]) -> None:
 
 class DeepImage(Image.Image):
     """An upright image with more than 8 bits a channel: RGB pixels, and the values behind them,
-    integers or floats [H, W] or [H, W, 3], which `Preprocess` scales by the model's range.
-
-    The RGB pixels are 16 bits scaled to 8; of floating-point values their own range is scaled.
-    """
+    integers or floats [H, W] or [H, W, 3], which `Preprocess` scales by the model's range. The RGB
+    pixels are 16 bits scaled to 8; of floating-point values their own range is scaled."""
 
     def __init__(self, values: np.ndarray) -> None:
         super().__init__()

@@ -77,8 +77,7 @@ def read_image(
 
     Raises:
         ValueError: The file is truncated, is not an image, or has more than 100 million pixels.
-        OSError: There is no such file, or it is a folder.
-        DriveError: Its drive doesn't answer.
+        OSError, DriveError: There is no such file, or its drive doesn't answer.
     """
     if isinstance(file, Path):
         with report_drive(file), open(file, "rb") as opened:
@@ -138,11 +137,8 @@ def list_images(images: ImageInputs) -> Iterator[str | Image.Image]:
     """List images, in order: each as the path of a file, or as `open_pixels` opens it.
 
     A folder gives the image files below it, sorted. A path that doesn't exist, and in a list a
-    folder that can't be read or has no images, is listed, too: reading it raises an error.
-
-    Raises:
-        ValueError: A single folder has no images, or an array has another type or shape.
-        OSError: A directory can't be read.
+    folder that can't be read or has no images, is listed, too: reading it raises an error, as a
+    single folder does.
     """
     if isinstance(images, str | Path):
         # not Path.is_dir, which raises for a name of 300 characters

@@ -181,11 +181,11 @@ class Evaluation(BaseModel):
         """Say whether the interval of the headline lies above guessing, or with an operating point
         that of the area under the ROC curve above a half."""
         supports = [row.support for row in self.per_class if row.support] or [0]
-        guess, kind = max(supports), "always predicting the most frequent class"
+        count, kind = float(max(supports)), "always predicting the most frequent class"
         if self.is_multilabel:
             # the mean average precision of a random order
-            guess, kind = sum(supports) / len(supports), "a random order"
-        guess /= self.num_images
+            count, kind = sum(supports) / len(supports), "a random order"
+        guess = count / self.num_images
         is_better = self.intervals[self.headline][0] > guess
         text = f"{kind} gives {self._percent(guess)}."
         if self.operating_point and (row := self.one_against_rest):

@@ -2,7 +2,6 @@
 are read as items from Python are."""
 
 import glob
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -78,11 +77,8 @@ def find_huggingface(request: Request) -> Listing:
 
     An image is in the column image or img; its class is in label, labels or class, as a text, a
     whole number, or a number that the file's features name; several labels are a list of these.
-    Splits without labels are left out.
-
-    Raises:
-        ValueError: The library isn't installed, or there are no images and labels.
-        OSError: The data set can't be read.
+    Splits without labels are left out. Raises ValueError if the library isn't installed, or there
+    are no images and labels, and OSError if the data set can't be read.
     """
     origin = f"data.root {request.root}"
     tables = _load(str(request.root), request.cache_dir / "datasets")
@@ -104,7 +100,7 @@ def find_huggingface(request: Request) -> Listing:
     return replace(listing, name="huggingface", origin=origin, keeps_validation=False, notes=notes)
 
 
-def _load(root: str, cache_dir: Path) -> Mapping[str, Any]:
+def _load(root: str, cache_dir: Path) -> Any:
     """Open a data set: split → table, as the library names and maps them."""
     try:
         # an extra, which takes seconds to import

@@ -44,8 +44,7 @@ def find_digits(request: Request) -> Listing:
 
 
 def find_imagenette(request: Request) -> Listing:
-    """List Imagenette v2: ten easy ImageNet classes, by wnid or name. Its val/ folder is the test
-    split."""
+    """List Imagenette v2: ten easy ImageNet classes, by wnid or name."""
     folder = _choose_folder("imagenette", request.root)
     # the folder itself, or the place where the download was unpacked
     places = filter(Path.is_dir, (folder, *sorted(folder.glob("imagenette2*"))))
@@ -62,8 +61,7 @@ def find_imagenette(request: Request) -> Listing:
 
 
 def find_imagenet(request: Request) -> Listing:
-    """List an ImageNet folder, train/<wnid> and val/<wnid>, whose classes have a wnid and a
-    name."""
+    """List an ImageNet folder, train/<wnid> and val/<wnid>."""
     return find_class_folders("imagenet", check_root(request.place), request.classes)
 
 
@@ -76,10 +74,7 @@ def _open_or_download(
     open_set: Callable[..., Any], name: str, folder: Path, *, download: bool
 ) -> Any:
     """Open torchvision's data set in `folder`; download it (with its checksum) if it is missing.
-
-    Raises:
-        OSError: The download failed; the message says how to do it by hand.
-    """
+    Raises OSError if that fails; the message says how to do it by hand."""
     # without download=True no network is used
     with suppress(RuntimeError, OSError):
         return open_set()
@@ -101,12 +96,8 @@ def _open_or_download(
 
 def find_torchvision(name: str, request: Request) -> Listing:
     """List CIFAR-10, CIFAR-100, MNIST or Fashion-MNIST in torchvision's files, or in idx files in
-    the root itself. Missing files are downloaded with torchvision's checksums.
-
-    Raises:
-        OSError: The download failed; the message says how to do it by hand.
-        ValueError: It is another set, or files are damaged.
-    """
+    the root itself. Raises OSError if a download fails, and ValueError for other sets and damaged
+    files."""
     set_name = _TORCHVISION.get(name, name.partition(":")[2])
     if set_name not in _TORCHVISION.values():
         raise ValueError(

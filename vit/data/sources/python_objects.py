@@ -53,8 +53,7 @@ def find_python_objects(
             keys image (img) and label (labels, class); images and labels [n]; or a dictionary of
             such sets by split. An image is one of PIL, or see `convert_pixels`. A label is the name
             or the number of a class, or a list of names.
-        class_names: Names of the classes; None takes those that the set has, its attribute
-            `classes` or the features of a set of Hugging Face, or the labels that are names.
+        class_names: None takes those that the set has, see `find_class_names`, or the labels.
         split: Split of a data set that isn't a dictionary.
         model_classes: Names of the classes if there are no others.
         task: See `ImageRule`.

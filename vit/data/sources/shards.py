@@ -50,16 +50,12 @@ class ShardReader(ImageReader):
 
 
 def find_shards(request: Request) -> Listing:
-    """List the images of shards. The text of an image's label is its class, or its labels with "|"
-    between them where `data.task=multilabel`.
+    """List the images of shards: those of a folder, see `list_by_split`, or of a pattern with globs
+    or braces, also of addresses ("shards-{000..009}.tar", "s3://bucket/*.tar").
 
-    The root is a folder of shards, <split>/*.tar or <split>-*.tar (train, val, test), or *.tar as
-    one set; or a pattern, also of addresses, which is one set, with globs or braces
-    ("shards-{000..009}.tar", "s3://bucket/*.tar").
-
-    Raises:
-        ValueError: A shard is damaged, or a label is missing.
-        OSError: There are no shards, or they can't be read.
+    The text of an image's label is its class, or its labels with "|" between them where
+    `data.task=multilabel`. Raises ValueError for a damaged shard or a missing label, and OSError if
+    there are no shards.
     """
     root = os.path.expanduser(str(request.root)).rstrip("/")
     # split of each shard, its name, and its file
@@ -159,10 +155,7 @@ def _fetch_files(addresses: Sequence[str], cache_dir: Path) -> list[tuple[str, s
 
 def _index(file: str, *, name: str) -> Iterator[tuple[str, int, int, str]]:
     """Yield the samples of a tar file, in its order: key, place and size of the image, and label.
-
-    Raises:
-        ValueError: It is not a complete tar file, or a key has two images or labels.
-    """
+    Raises ValueError if it isn't complete, or a key has two images or labels."""
     images: dict[str, Any] = {}
     labels: dict[str, Any] = {}
     try:
