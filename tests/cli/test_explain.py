@@ -87,7 +87,7 @@ def test_every_format_is_written(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--method", "rolout"], "unknown method 'rolout'; known: rollout"),
+        (["--method", "rolout"], "unknown method 'rolout'; known: gae"),
         (["--class", "wolf"], "unknown class 'wolf'"),
         (
             ["--class", "1", "--method", "rollout"],

@@ -122,7 +122,7 @@ def test_tiles_are_the_heads_and_the_rows_of_the_rollout(page: Path) -> None:
 def test_the_first_images_of_very_many_are_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vit.explanation.writer.MAX_IMAGES", 2)
+    monkeypatch.setattr("vit.explanation.explain.MAX_IMAGES", 2)
     names = ["a.png", "b.png", "c.png"]
     path = write(tmp_path, make_bundle(), names, methods="rollout", checks=False)
     text = path.read_text()
@@ -153,7 +153,7 @@ def test_it_opens_from_disk_and_menus_choose_the_map(browser, page: Path) -> Non
     cards = open_page(browser, page)
     assert len(cards) == 2
     assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
-    assert "attention rollout (the same for every label)" in about(cards[0])
+    assert "rollout (the same for every label)" in about(cards[0])
     assert "with 4 × 4 patches, the test can't tell" in about(cards[0])
     choose(browser, "method", "libra-removal")
     choose(browser, "class", "0")

@@ -122,10 +122,10 @@ def test_explanations_that_do_not_fit_are_made_in_halves(
 
     explainer, expected = explain(2**30)
     whole = MEMORY.peak - MEMORY.allocated
-    assert explainer._part_size == 4 * 64
+    assert explainer.part_size == 4 * 64
     del explainer
     explainer, explanations = explain(whole // 2)
-    assert explainer._part_size in (1, 2, 4)
+    assert explainer.part_size in (1, 2, 4)
     for image, other in zip(explanations, expected, strict=True):
         for one, same in zip(image.maps, other.maps, strict=True):
             # batches of other sizes are rounded apart

@@ -58,13 +58,7 @@ def _show(output: Path) -> None:
     from vit.explanation.writer import SHEET_FILE
 
     manifest = json.loads((output / "manifest.json").read_text(encoding="utf-8"))
-    maps = [entry for image in manifest["images"] for entry in image["maps"]]
-    verdicts = [
-        (entry["method"], entry["sanity_check"]["verdict"])
-        for entry in maps
-        if entry["sanity_check"]
-    ]
-    for line in count_confirmed(verdicts):
+    for line in count_confirmed(manifest["images"]):
         echo(line)
     count = len(manifest["images"])
     num_tested = manifest["parameters"]["checks"]

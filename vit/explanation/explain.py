@@ -2,7 +2,9 @@
 
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -10,20 +12,21 @@ from vit.bundle import Bundle, Models, keeps_mode, open_model
 from vit.data.images import ImageInputs, list_images
 from vit.data.preprocess import Preprocess
 from vit.explanation.capture.forward import open_reader
+from vit.explanation.capture.tokens import draw_noise
 from vit.explanation.explainer import Explainer
-from vit.explanation.gallery.gallery import MAX_IMAGES
+from vit.explanation.gallery.gallery import MAX_IMAGES, describe_card
 from vit.explanation.items import find_items
 from vit.explanation.methods.maps import compute_maps
 from vit.explanation.methods.registry import list_methods
 from vit.explanation.records import MAX_SHEET_IMAGES, Explanations
 from vit.explanation.targets import TargetLike, describe_target
-from vit.explanation.writer import MapWriter
-from vit.runtime.arguments import as_tuple, check_minimum
+from vit.explanation.writer import FORMATS, write_pictures, write_results
+from vit.runtime.arguments import as_tuple, check_choice, check_minimum
+from vit.runtime.files import check_output, expand_home, open_output
 
-# Images for which "auto" takes two methods; for more, that takes too long.
+# images for which "auto" takes two methods
 _MAX_AUTO_IMAGES = 64
-# Images whose maps are tested by default: of a ViT-S/16, a test takes five times as long as the
-# maps.
+# images whose maps are tested by default: of a ViT-S/16, a test takes five times as long as maps
 _NUM_TESTED = 16
 
 
@@ -56,13 +59,12 @@ def explain(
         methods: Names of methods. "auto" is, for up to 64 images, libra-removal
             and rollout; for more, rollout alone. For a model without attention
             (ResNet, ConvNeXt, Swin), "auto" is grad-cam.
-        target: Class to explain: a name, an index, "auto" (the predicted one,
-            or every predicted label); also "A - B", the difference of two
-            classes' logits. An index is an integer, or a text where no class is
-            called by a number. A function from outputs [B, C] to numbers [B] is
-            explained itself, such as `lambda logits: logits[:, 3]`. For a model
-            with one output, "auto" is this output. A list or a tensor has a
-            class for each image.
+        target: Class to explain: a name, an index, or "auto" (the predicted
+            one, every predicted label, or a model's only output). "A - B" is
+            the difference of two classes' logits. A function from outputs
+            [B, C] to numbers [B] is explained itself, such as
+            `lambda logits: logits[:, 3]`. A list or a tensor has a class for
+            each image.
         map_options: Options of the methods, such as {"head_fusion": "max"}.
             None: their defaults.
         checks: Test every map: are its patches important for the prediction?
@@ -82,8 +84,8 @@ def explain(
     Returns:
         The result: `.maps[method]` is a tensor [images, rows, columns] on the
         patch grid, or [images, labels, rows, columns] for several labels;
-        `.checks[method]` has the patch-removal test of each map. A notebook
-        shows the first images with their maps; `.draw_sheet()` is this picture.
+        `.checks[method]` has the patch-removal test of each map, and
+        `.draw_sheet()` draws the first images with their maps.
 
     Raises:
         ValueError: A method, option, format or class is unknown, or no image
@@ -95,13 +97,11 @@ def explain(
         >>> result.maps["gae"].shape  # [1, rows, columns]
     """
     bundle = open_model(model, device=device, class_names=class_names, preprocess=preprocess)
-    # listed once, because listing many images takes a while
     inputs = None if images is None else list(list_images(images))
     items = find_items(bundle, inputs, num_images)
-    names = as_tuple(methods)
+    names, kinds = as_tuple(methods), as_tuple(formats)
     if names == ("auto",):
         names = _choose_auto(bundle, len(items))
-    has_gallery = output is not None and "html" in as_tuple(formats)
     # everything that can be wrong with the options is checked before an earlier result is replaced
     explainer = Explainer(
         bundle,
@@ -110,19 +110,24 @@ def explain(
         map_options=map_options,
         num_images=len(items),
         num_tested={None: _NUM_TESTED, True: None, False: 0}[checks],
-        num_attended=MAX_IMAGES * has_gallery,
-        batch_size=batch_size,
+        num_attended=MAX_IMAGES * (output is not None and "html" in kinds),
+        batch_size=batch_size or 0,
     )
-    writer = None
-    if output is not None:
-        parameters = explainer.parameters | {"target": describe_target(target)}
-        writer = MapWriter(
-            output, bundle, parameters, formats=as_tuple(formats), overwrite=overwrite
-        )
+    folder = None if output is None else expand_home(output)
+    if folder is not None:
+        for name in kinds:
+            check_choice(name, FORMATS, name="--format")
+        check_output(folder, overwrite=overwrite)
     found = Explanations(bundle, names, images=[], unreadable=explainer.unreadable)
+    cards: list[dict[str, Any]] = []  # images of the gallery
     for batch in explainer.explain(items):
-        if writer is not None:
-            writer.add(batch)
+        if folder is not None:
+            if not found.images:
+                # not earlier, so that a command that can read no image leaves nothing
+                open_output(folder, overwrite=overwrite)
+            write_pictures(folder, batch, kinds)
+            if "html" in kinds:
+                cards += map(describe_card, batch[: MAX_IMAGES - len(cards)])
         for image in batch:
             # those of all images may not fit into memory
             image.attention = None
@@ -135,8 +140,15 @@ def explain(
         problem = f"{count} images can't be read; the first: {reason}"
     if not found.images:
         raise ValueError(problem)
-    if writer is not None:
-        writer.finish(found.unreadable)
+    if folder is not None:
+        parameters = {
+            "methods": list(names),
+            "map_options": dict(map_options or {}),
+            "checks": explainer.num_tested,
+            "batch_size": explainer.batch_size,
+            "target": describe_target(target),
+        }
+        write_results(folder, found, kinds, parameters=parameters, cards=cards)
     elif found.unreadable:
         warnings.warn(problem, stacklevel=2)
     return found
@@ -148,15 +160,12 @@ def _choose_auto(bundle: Bundle, num_images: int) -> tuple[str, ...]:
     if not reader.has_attention:
         return tuple(list_methods(reader))
     # a model without a classifier has no evidence for a class
-    if num_images > _MAX_AUTO_IMAGES or not bundle.class_names:
-        return ("rollout",)
-    if not reader.is_ours:
-        # The pooling of other models may have no gates, so it is tried on noise: all tokens of an
-        # even image may count alike.
-        generator = torch.Generator().manual_seed(0)
-        noise = torch.randn(1, 3, *bundle.preprocess.image_size, generator=generator)
-        try:
-            compute_maps(reader, noise.to(bundle.device), methods=["removal-gradient"])
-        except ValueError:
-            return ("rollout",)
-    return ("libra-removal", "rollout")
+    if num_images <= _MAX_AUTO_IMAGES and bundle.class_names:
+        # a pooling may have no gates; it is tried on noise, because all tokens of an even image may
+        # count alike
+        shape = (1, 3, *bundle.preprocess.image_size)
+        noise = draw_noise(shape, next(bundle.model.parameters()))
+        with suppress(ValueError):
+            compute_maps(reader, noise, methods=["removal-gradient"])
+            return ("libra-removal", "rollout")
+    return ("rollout",)

@@ -4,158 +4,70 @@ Equal inputs and settings give equal bytes: no times, no random numbers, sorted 
 """
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from PIL import Image
 
-from vit.bundle import Bundle
-from vit.explanation.gallery.gallery import MAX_IMAGES, describe_card, write_gallery
-from vit.explanation.records import MAX_SHEET_IMAGES, ImageResult, MapResult
-from vit.explanation.render.overlay import draw_overlay
-from vit.runtime.arguments import check_choice
-from vit.runtime.files import (
-    check_output,
-    expand_home,
-    format_json,
-    open_output,
-    write_arrays,
-    write_atomically,
-)
+from vit.explanation.gallery.gallery import write_gallery
+from vit.explanation.records import Explanations, ImageResult
+from vit.explanation.render.overlay import blend
+from vit.runtime.files import format_json, write_arrays, write_atomically
 from vit.runtime.version import collect_versions
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 SHEET_FILE = "index.png"
-_FORMATS = ("png", "svg", "pdf", "npz", "html")
+FORMATS = ("png", "svg", "pdf", "npz", "html")
 
 
-class MapWriter:
-    """Writes explained images into a directory: pictures `NAME.METHOD.png` of each batch, and at
-    the end the other files.
-
-    Args:
-        output: The directory.
-        bundle: The model.
-        parameters: Everything that the maps depend on, for the manifest.
-        formats: "png" for overlays and index.png of the first images, "svg" and "pdf" for figures,
-            "npz" for maps.npz, "html" for the gallery.
-        overwrite: Replace an earlier result.
-
-    Raises:
-        ValueError: A format is unknown.
-        FileExistsError: The directory contains files.
-    """
-
-    def __init__(
-        self,
-        output: str | Path,
-        bundle: Bundle,
-        parameters: Mapping[str, Any],
-        *,
-        formats: Sequence[str],
-        overwrite: bool,
-    ) -> None:
-        for name in formats:
-            check_choice(name, _FORMATS, name="--format")
-        self._place = expand_home(output)
-        self._overwrite = overwrite
-        check_output(self._place, overwrite=overwrite)
-        self._bundle = bundle
-        self._parameters = parameters
-        self._formats = formats
-        self._entries: list[dict[str, Any]] = []  # images as the manifest describes them
-        self._arrays: dict[str, np.ndarray] = {}
-        self._shown: list[ImageResult] = []  # images of the contact sheet
-        self._cards: list[dict[str, Any]] = []  # images of the gallery
-
-    def add(self, images: Sequence[ImageResult]) -> None:
-        """Add a batch, and write its pictures."""
-        if not self._entries:
-            # not earlier, so that a command that can read no image leaves nothing
-            open_output(self._place, overwrite=self._overwrite)
-        # Pillow draws and compresses outside of Python's lock
-        maps = [(image, result) for image in images for result in image.maps]
-        with ThreadPoolExecutor() as pool:
-            list(pool.map(self._draw, maps))
-        self._entries += map(_describe_image, images)
-        self._arrays |= {result.key: result.values for _, result in maps}
-        if "png" in self._formats:
-            self._shown += images[: MAX_SHEET_IMAGES - len(self._shown)]
-        if "html" in self._formats:
-            self._cards += map(describe_card, images[: MAX_IMAGES - len(self._cards)])
-
-    def finish(self, unreadable: Sequence[tuple[str, str]]) -> None:
-        """Write the files of all images.
-
-        Args:
-            unreadable: Path and reason for each image that could not be read.
-        """
-        if "npz" in self._formats:
-            write_arrays(self._place / "maps.npz", dict(sorted(self._arrays.items())))
-        if self._shown:
-            from vit.explanation.render.figure import draw_sheet  # matplotlib takes half a second
-
-            _write_picture(self._place / SHEET_FILE, draw_sheet(self._shown))
-        manifest = {
-            "schema_version": SCHEMA_VERSION,
-            "parameters": self._parameters,
-            "model": self._bundle.name,
-            "model_sha256": self._bundle.sha256,
-            "run_id": self._bundle.metadata.get("run_id"),
-            "preprocess": self._bundle.preprocess.to_dict(),
-            "versions": collect_versions(),
-            "images": sorted(self._entries, key=lambda entry: entry["path"]),
-            "unreadable": [{"path": path, "reason": reason} for path, reason in unreadable],
-        }
-        write_atomically(self._place / "manifest.json", format_json(manifest))
-        if "html" in self._formats:
-            path = self._place / "gallery.html"
-            write_gallery(path, self._bundle, self._cards, images=self._entries)
-
-    def _draw(self, pair: tuple[ImageResult, MapResult]) -> None:
-        """Write the pictures of one map."""
-        image, result = pair
+def write_pictures(folder: Path, images: Sequence[ImageResult], formats: Sequence[str]) -> None:
+    """Write the pictures of some images, `NAME.METHOD.png` and the like: "png" for maps over their
+    photos, "svg" and "pdf" for figures."""
+    for image in images:
         assert image.photo is not None
-        if "png" in self._formats:
-            picture = draw_overlay(
-                image.photo, result.values, image.geometry, signed=result.method.signed
-            )
-            _write_picture(self._place / f"{result.key}.png", picture)
-        for kind in {"svg", "pdf"} & set(self._formats):
-            from vit.explanation.render.figure import save_figure  # see `finish`
+        for result in image.maps:
+            if "png" in formats:
+                signed = result.method.signed
+                picture = blend(image.photo, result.values, image.geometry, signed=signed)
+                _write_picture(folder / f"{result.key}.png", picture)
+            for kind in {"svg", "pdf"} & set(formats):
+                from vit.explanation.render.figure import save_figure  # takes half a second
 
-            save_figure(self._place / f"{result.key}.{kind}", image, result)
+                save_figure(folder / f"{result.key}.{kind}", image, result)
 
 
-def _describe_image(image: ImageResult) -> dict[str, Any]:
-    """Describe an image for the manifest."""
-    maps = []
-    for result in image.maps:
-        target = None
-        if result.target_name is not None:
-            target = image.describe_class(result.target, result.target_name)
-        maps.append(
-            {
-                "method": result.method.name,
-                "target": target,
-                "caption": result.caption,
-                "score": result.score,
-                "map_key": result.key,
-                "sanity_check": result.sanity_check and asdict(result.sanity_check),
-            }
-        )
-    return {
-        "path": image.path,
-        "name": image.name,
-        "size": list(image.geometry.original_size),
-        "box": list(image.geometry.box),
-        "predicted": image.prediction,
-        "maps": maps,
+def write_results(
+    folder: Path,
+    found: Explanations,
+    formats: Sequence[str],
+    *,
+    parameters: Mapping[str, Any],
+    cards: Sequence[Mapping[str, Any]],
+) -> None:
+    """Write the files of all images: the manifest with `parameters`, index.png of the first ones,
+    maps.npz, and the gallery of `cards` from `describe_card`."""
+    if "npz" in formats:
+        arrays = {result.key: result.values for image in found.images for result in image.maps}
+        write_arrays(folder / "maps.npz", dict(sorted(arrays.items())))
+    if "png" in formats:
+        _write_picture(folder / SHEET_FILE, found.draw_sheet())
+    bundle = found.bundle
+    entries = [image.to_dict() for image in found.images]
+    manifest = {
+        "schema_version": SCHEMA_VERSION,
+        "parameters": parameters,
+        "model": bundle.name,
+        "model_sha256": bundle.sha256,
+        "run_id": bundle.metadata.get("run_id"),
+        "preprocess": bundle.preprocess.to_dict(),
+        "versions": collect_versions(),
+        "images": sorted(entries, key=lambda entry: entry["path"]),
+        "unreadable": [{"path": path, "reason": reason} for path, reason in found.unreadable],
     }
+    write_atomically(folder / "manifest.json", format_json(manifest))
+    if "html" in formats:
+        write_gallery(folder / "gallery.html", bundle, cards, images=entries)
 
 
 def _write_picture(path: Path, picture: Image.Image) -> None:

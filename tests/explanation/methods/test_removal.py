@@ -131,23 +131,6 @@ def test_it_is_the_derivative_of_gates_in_the_model(name: str, probability: bool
         assert (found[:, token] - expected).abs().max() < 1e-6 * found.abs().max()
 
 
-def test_fused_and_explicit_attention_give_one_map(ours: Build) -> None:
-    maps = []
-    for backend in ("fused", "explicit"):
-        torch.manual_seed(0)
-        model, images = ours(attention_backend=backend)
-        maps.append(removal_gradient(model.double(), images.double(), probability=True)[0])
-    torch.testing.assert_close(*maps, rtol=1e-9, atol=1e-12)
-
-
-def test_a_maximum_has_no_first_order(from_timm: Build) -> None:
-    """Only the gates of the layers count; a pooling by maximum adds nothing."""
-    model, images = from_timm(global_pool="max", depth=1)
-    found, _ = removal_gradient(model.double(), images.double(), probability=False)
-    assert torch.isfinite(found).all()
-    assert found.abs().max() > 0
-
-
 class WeightedMean(nn.Module):
     """A classifier of a mean whose weights depend on the tokens."""
 

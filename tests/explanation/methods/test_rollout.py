@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from vit.explanation.methods.rollout import (
-    attention_rollout,
-)
+from tests.explanation.model_zoo import build
+from vit.explanation.methods.maps import compute_maps
+from vit.explanation.methods.rollout import attention_rollout
 
 
 def random_attention(
@@ -26,45 +26,19 @@ def test_three_tokens_two_layers_solved_by_hand() -> None:
     assert torch.equal(attention_rollout([first[None, None], second[None, None]])[0], expected)
 
 
-def test_equals_the_published_formula_in_float64() -> None:
-    attentions = random_attention()
-    expected = torch.eye(10, dtype=torch.float64).expand(2, 10, 10)
-    for attention in attentions:
-        mixing = 0.5 * attention.double().mean(dim=1) + 0.5 * torch.eye(10, dtype=torch.float64)
-        expected = (mixing / mixing.sum(dim=-1, keepdim=True)) @ expected
-    assert (attention_rollout(attentions).double() - expected).abs().max() < 1e-6
-
-
-@pytest.mark.parametrize("head_fusion", ["mean", "max", "min"])
-@pytest.mark.parametrize("discard_ratio", [0.0, 0.5, 0.99])
-def test_rows_sum_to_one_whatever_the_options(head_fusion: str, discard_ratio: float) -> None:
-    rollout = attention_rollout(
-        random_attention(), head_fusion=head_fusion, discard_ratio=discard_ratio
-    )
-    assert (rollout.sum(dim=-1) - 1).abs().max() < 1e-5
-    assert (rollout >= 0).all()
-
-
-def test_start_layer_leaves_the_layers_before_it_out() -> None:
-    attentions = random_attention()
-    assert torch.equal(
-        attention_rollout(attentions, start_layer=2), attention_rollout(attentions[2:])
-    )
-
-
 @pytest.mark.parametrize(
-    ("head_fusion", "discard_ratio"), [("mean", 0.0), ("mean", 0.5), ("max", 0.0)]
+    "options",
+    [{}, {"head_fusion": "max", "start_layer": 1}, {"head_fusion": "min", "discard_ratio": 0.5}],
 )
-def test_pool_weights_take_their_row_of_the_whole_matrix(
-    head_fusion: str, discard_ratio: float
-) -> None:
-    attentions = random_attention()
-    pool_weights = torch.rand(2, 10, generator=torch.Generator().manual_seed(1))
-    options = {"head_fusion": head_fusion, "discard_ratio": discard_ratio}
-    expected = torch.einsum("bi,bij->bj", pool_weights, attention_rollout(attentions, **options))
-    row = attention_rollout(attentions, pool_weights=pool_weights, **options)
-    assert row.shape == (2, 10)
-    assert (row - expected).abs().max() < 1e-6
+def test_the_method_is_the_row_of_what_the_classifier_reads(options: dict[str, object]) -> None:
+    model, images = build("timm-registers")  # the mean of 24 patches, behind 5 tokens
+    forward, _, (maps,) = compute_maps(model, images, methods=["rollout"], options=options)
+    start = options.pop("start_layer", 0)
+    whole = attention_rollout(forward.record.attentions[start:], **options)
+    expected = whole[:, 5:, 5:].mean(dim=1).reshape(2, 1, 4, 6)
+    assert (maps.values - expected).abs().max() < 1e-6
+    with pytest.raises(ValueError, match="start_layer 3 is outside 0 to 2"):
+        compute_maps(model, images, methods=["rollout"], options={"start_layer": 3})
 
 
 def test_half_precision_is_accumulated_in_float32() -> None:
@@ -89,7 +63,6 @@ def test_discarding_spares_the_first_entry_alone() -> None:
     [
         ({"head_fusion": "median"}, "unknown head_fusion 'median'; known: max, mean, min"),
         ({"discard_ratio": 1.0}, r"discard_ratio 1.0 is outside \[0, 1\)"),
-        ({"start_layer": 4}, "start_layer 4 is outside 0 to 3"),
     ],
 )
 def test_options_outside_their_range_are_named(options: dict[str, float], message: str) -> None:
@@ -117,6 +90,7 @@ def their_rollout(matrices: list[np.ndarray], *, discard_ratio: float) -> np.nda
 def test_rollout_is_vit_explains_with_rows_divided(head_fusion: str, discard_ratio: float) -> None:
     attentions = random_attention()
     found = attention_rollout(attentions, head_fusion=head_fusion, discard_ratio=discard_ratio)
+    assert (found.sum(dim=-1) - 1).abs().max() < 1e-5
     for image in range(2):
         fused = [
             getattr(np, head_fusion)(attention[image].double().numpy(), axis=0)

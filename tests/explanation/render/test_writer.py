@@ -1,6 +1,5 @@
 """Exports are exact, repeatable and survive bad images."""
 
-import io
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from PIL import Image
 from vit.api import explain
 from vit.bundle import Bundle
 from vit.data.preprocess import Preprocess
-from vit.explanation.render.overlay import draw_overlay
+from vit.explanation.render.overlay import blend
 from vit.model.vision_transformer import VisionTransformer
 
 NAMES = ("cat", "<img src=x onerror=alert(1)>", "dog/wolf", "3", "été")
@@ -101,7 +100,7 @@ def test_a_written_result_is_the_one_in_memory(
     for image in found.images:
         for result in image.maps:
             with Image.open(tmp_path / "out" / f"{result.key}.png") as written:
-                expected = draw_overlay(
+                expected = blend(
                     image.photo, result.values, image.geometry, signed=result.method.signed
                 )
                 assert np.array_equal(np.asarray(written), np.asarray(expected))
@@ -134,18 +133,15 @@ def test_the_manifest_says_how_each_map_was_made(
     assert (tmp_path / "out" / "a-one.gae.dog_wolf.png").is_file()
     assert found["target"]["name"] == "dog/wolf"
     assert found["caption"].startswith("evidence for dog/wolf")
-    assert np.isfinite(found["score"])
-    assert {"verdict", "reason", "agreement", "p_value"} == found["sanity_check"].keys()
+    assert {"verdict", "reason", "p_value"} == found["sanity_check"].keys()
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"methods": "gae", "target": "wolf"}, "unknown class 'wolf'; known: "),
         ({"methods": "gae", "target": "5"}, "unknown class '5'"),
-        ({"methods": "lrp"}, "unknown method 'lrp'; known: rollout"),
-        ({"formats": ["gif"]}, "unknown --format 'gif'; known: html, npz, pdf, png, svg"),
-        ({"methods": "gae", "map_options": {"heads": 3}}, "heads is no option of the methods gae"),
+        ({"methods": "lrp"}, "unknown method 'lrp'; known: gae"),
+        ({"methods": "gae", "map_options": {"heads": 3}}, "unknown option of gae 'heads'"),
     ],
 )
 def test_a_mistake_lists_what_is_known_and_writes_nothing(
@@ -154,18 +150,6 @@ def test_a_mistake_lists_what_is_known_and_writes_nothing(
     with pytest.raises(ValueError, match=message):
         explain(bundle, Image.new("RGB", (16, 16)), output=tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
-
-
-def test_a_notebook_shows_the_pictures_of_a_result(bundle: Bundle, readable: list[str]) -> None:
-    explanations = explain(bundle, readable)
-    assert "4 images by libra-removal, rollout" in repr(explanations)
-    with Image.open(io.BytesIO(explanations._repr_jpeg_())) as picture:
-        difference = np.subtract(picture, explanations.draw_sheet(), dtype=np.int16)
-    assert np.abs(difference).mean() < 3  # of 255: it is compressed
-    # a cell's result is a line
-    for value in (explanations.images[0], explanations.images[0].maps[-1]):
-        assert len(repr(value)) <= 300
-        assert repr(value).startswith(type(value).__name__)
 
 
 def test_two_classes_of_one_file_name_have_maps_of_their_own(

@@ -1,14 +1,13 @@
 """The probability of a class without some of the patches.
 
 A vision transformer takes any number of tokens, so a patch is removed by dropping its token after
-the position embedding. No image has to be painted over, which would look unlike the training images
-(Jain et al. 2022, "Missingness bias in model debugging"). Painting patches with the mean colour is
-for comparison and for models that need all of their tokens.
+the position embedding. Painted images would look unlike the training images (Jain et al. 2022,
+"Missingness bias in model debugging"). Painting patches with the mean colour is for comparison and
+for models that need all of their tokens.
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -18,9 +17,8 @@ from torch.nn import functional as F
 from vit.explanation.capture.reader import ModelReader, read_model
 from vit.explanation.capture.tokens import Grid
 from vit.model.logits import compute_logits
-from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.device import Precision, autocast
-from vit.runtime.tensors import Images, Tokens
+from vit.runtime.tensors import Images
 
 # drop tokens if the model allows it, otherwise paint; or always paint
 Fill = Literal["auto", "mean"]
@@ -38,21 +36,15 @@ def build_removal(
     precision: Precision = "float32",
     batch_size: int = 64,
 ) -> ComputeKept:
-    """Build a function from kept patches of images to logits.
-
-    Images are embedded once, and logits with all patches are computed once.
+    """Build a function from places [R] among images, and the patches of each that are kept
+    [R, kept], to logits [R, C].
 
     Args:
         model: A classifier whose capture is verified.
-        images: Normalised images [B, 3, H, W], on the model's device.
-        grid: Rows and columns of patches.
+        images: Normalised images, on the model's device.
         fill: "auto" drops the tokens of the other patches if the model allows it; "mean" paints
             their pixels with the image's mean colour.
-        precision: Precision of the forward passes.
         batch_size: Whole images at a time; with fewer tokens, more images in proportion.
-
-    Returns:
-        A function from places [R] among the images and kept patches [R, kept] to logits [R, C].
     """
     reader = read_model(model, images)
     num_patches = grid[0] * grid[1]
@@ -63,13 +55,11 @@ def build_removal(
         recorded.append(tokens)
         return tokens
 
-    # whole images once: their logits, and the tokens before the first block
-    logits = []
-    for batch in torch.split(images, batch_size):
-        recording = reader.change_tokens(record_tokens) if drops_tokens else nullcontext()
-        with recording, autocast(images.device, precision):
-            logits.append(compute_logits(reader.model, batch))
-    image_logits = torch.cat(logits)
+    # the tokens before the first block
+    if drops_tokens:
+        with reader.change_tokens(record_tokens), autocast(images.device, precision):
+            for batch in torch.split(images, batch_size):
+                compute_logits(reader.model, batch)
     image_tokens = torch.cat(recorded) if recorded else None
     background = images.mean(dim=(-1, -2), keepdim=True)
 
@@ -78,7 +68,8 @@ def build_removal(
             num_prefix_tokens = image_tokens.shape[1] - num_patches
             patches = image_tokens[rows[:, None], num_prefix_tokens + kept]
             tokens = torch.cat([image_tokens[rows, :num_prefix_tokens], patches], dim=1)
-            return _classify_tokens(reader, tokens, images[rows])
+            with reader.change_tokens(lambda embedded_again: tokens):
+                return compute_logits(reader.model, images[rows])
         # the others show the mean colour
         mask = torch.zeros(len(rows), num_patches, device=images.device).scatter_(1, kept, 1.0)
         mask = F.interpolate(mask.reshape(-1, 1, *grid), size=images.shape[-2:], mode="nearest")
@@ -88,9 +79,6 @@ def build_removal(
     def compute_kept(
         places: Int[Tensor, " R"], kept: Int[Tensor, "R kept"]
     ) -> Float[Tensor, "R C"]:
-        # every patch is kept, in any order
-        if kept.shape[1] == num_patches:
-            return image_logits[places]
         rows_at_once = batch_size
         if image_tokens is not None:
             # as many tokens at a time as a batch of whole images has
@@ -101,16 +89,3 @@ def build_removal(
             return torch.cat([compute_rows(*part) for part in parts])
 
     return compute_kept
-
-
-def _classify_tokens(reader: ModelReader, tokens: Tokens, images: Images) -> Float[Tensor, "r C"]:
-    """Compute logits from the tokens before the first block."""
-    if not reader.is_ours:
-        with reader.change_tokens(lambda embedded_again: tokens):
-            return compute_logits(reader.model, images)
-    # a convolutional stem may cost as much as the blocks, so it doesn't run again
-    ours = cast("VisionTransformer", reader.model)
-    for block in ours.blocks:
-        tokens = block(tokens)
-    with torch.autocast(images.device.type, enabled=False):
-        return ours.forward_head(ours.norm(tokens).float())

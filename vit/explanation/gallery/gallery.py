@@ -1,10 +1,10 @@
 """The gallery: one HTML file with photos, their maps, and what layers, heads and patches attend to.
 
-The browser draws it. A map is a picture of one pixel for each patch, which CSS stretches over the
-photo. Layers and heads, and the rows of the rollout, are tiles of one picture each.
+The browser draws it. A map is a picture of one pixel for each patch, stretched over the photo.
+Layers and heads, and the rows of the rollout, are tiles of one picture each.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,7 @@ from jaxtyping import Float
 from PIL import Image
 
 from vit.bundle import Bundle
-from vit.data.dataset import printable
-from vit.explanation.checks.sanity_checks import NOT_TESTED, VERDICTS, count_confirmed
-from vit.explanation.methods.registry import METHODS
+from vit.explanation.checks.sanity_checks import count_confirmed
 from vit.explanation.records import ImageResult, MapResult
 from vit.explanation.render.overlay import palette, resize_picture, shade
 from vit.explanation.render.page import BADGES, encode_picture, name_model, render_page
@@ -27,81 +25,51 @@ _OPACITY = 220  # opacity of the strongest attention, of 255
 
 
 def write_gallery(
-    path: Path, bundle: Bundle, cards: Sequence[dict[str, Any]], *, images: Sequence[dict[str, Any]]
+    path: Path,
+    bundle: Bundle,
+    cards: Sequence[Mapping[str, Any]],
+    *,
+    images: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Write the page.
-
-    Args:
-        path: The file.
-        bundle: The model.
-        cards: Images that are shown, from `describe_card`.
-        images: All images as the manifest describes them. Those that aren't shown count in the
-            summary.
-    """
+    """Write the page of `cards` from `describe_card`. All `images` of the manifest count in the
+    summary."""
     maps = [described for image in images for described in image["maps"]]
     targets = [described["target"] for described in maps if described["target"]]
     classes = {each["index"]: each["name"] for each in targets if each["index"] is not None}
-    verdicts = [
-        (described["method"], described["sanity_check"]["verdict"])
-        for described in maps
-        if described["sanity_check"]
-    ]
     context = {
         "title": f"Attention maps of {name_model(bundle.name)}",
         "images": cards,
         "num_images": len(images),
-        "methods": {each["method"]: METHODS[each["method"]].title for each in maps},
+        "methods": dict.fromkeys(each["method"] for each in maps),
         "classes": dict(sorted(classes.items())),
         "noun": "label" if bundle.is_multilabel else "class",
-        "verdicts": VERDICTS,
-        "summary": count_confirmed(verdicts),
+        "badges": BADGES,
+        "summary": count_confirmed(images),
     }
     write_atomically(path, render_page(Path(__file__).with_name("gallery.html.jinja"), context))
 
 
 def describe_card(image: ImageResult) -> dict[str, Any]:
-    """Describe an image for the page, with its pictures."""
+    """Describe an image for the page: as the manifest has it, with its pictures."""
     assert image.photo is not None
     # small ones are not enlarged
     photo = resize_picture(image.photo, min_side=1, max_side=_PHOTO_SIDE)
-    # the box in percent, because the photo is reduced
-    width, height = image.geometry.original_size
-    left, top, right, bottom = image.geometry.box
-    box = (left / width, top / height, (right - left) / width, (bottom - top) / height)
     attention = image.attention or {}
-    return {
-        "title": image.name,
-        "photo": encode_picture(photo),
-        "size": (width, height),
-        "box": [100 * part for part in box],
-        "grid": image.maps[0].values.shape,
-        "predicted": printable(str(image.prediction["name"])),
-        "confidence": image.prediction["probability"],
+    return image.to_dict() | {
         "said": image.describe_prediction(),
-        "maps": [_describe_map(result) for result in image.maps],
-        "heads": np.shape(attention.get("heads", np.empty((0, 0))))[:2],
+        "photo": encode_picture(photo),
+        "grid": image.maps[0].values.shape,
+        "map_pictures": [_draw_map(result) for result in image.maps],
         "pictures": {name: _encode_tiles(tiles) for name, tiles in attention.items()},
     }
 
 
-def _describe_map(result: MapResult) -> dict[str, Any]:
-    # colours as on the overlays, with the opacity in the fourth channel
+def _draw_map(result: MapResult) -> str:
+    """Draw a map in the colours of the overlays, with the opacity in the fourth channel."""
     rows, columns = result.values.shape
     heat, strength = shade(result.values, (columns, rows), signed=result.method.signed)
     heat.putalpha(Image.fromarray((255 * strength).round().astype(np.uint8)))
-    check = result.sanity_check
-    verdict = check.verdict if check else NOT_TESTED
-    badge, colour = BADGES[verdict]
-    return {
-        "method": result.method.name,
-        "target": "" if result.target is None else result.target,
-        "caption": result.caption,
-        "picture": encode_picture(heat, "PNG"),
-        "verdict": verdict,
-        "badge": badge,
-        "colour": colour,
-        "reason": str(check or ""),
-    }
+    return encode_picture(heat, "PNG")
 
 
 def _encode_tiles(tiles: Float[np.ndarray, "down across rows columns"]) -> str:

@@ -2,11 +2,9 @@
 logit.
 
 Notation: A is the attention and G = ∂f/∂A of a layer [H, N, N], f the class's logit before the
-softmax, u the weights of the pooling, ()⁺ the positive part. Functions take a whole batch; N×N
-matrices exist for a few images at a time.
-
-All functions take a forward pass with gradients and one class of each image, and return the
-relevance of each token [B, N], including prefix tokens.
+softmax, u the weights of the pooling, ()⁺ the positive part. All functions take a forward pass with
+gradients and one class of each image, and return the relevance of each token [B, N], including
+prefix tokens.
 """
 
 from collections.abc import Iterator
@@ -26,12 +24,11 @@ from vit.model.logits import at_least_float32
 def compute_gae(forward: Forward, classes: Classes) -> TokenWeights:
     """Generic attention explanation (Chefer, Gur & Wolf, ICCV 2021, eq. 5 and 6).
 
-    Ā = mean_h (G⊙A)⁺, R ← R + Ā·R from R = I, and the map is uᵀ(R − I). The identity is subtracted
-    because it is the tokens' own share. The paper reads the class token's row at the patches, where
-    the identity is zero; for a mean over patches the identity would be nearly the whole map.
+    Ā = mean_h (G⊙A)⁺, R ← R + Ā·R from R = I, and the map is uᵀ(R − I). The paper reads the class
+    token's row at the patches, where the identity is zero; for a mean over patches the identity,
+    the tokens' own share, would be nearly the whole map.
 
-    Ā grows with the logit's scale, and so does its weight relative to the identity, so maps of
-    models with other logit scales can't be compared.
+    Ā grows with the logit's scale, so maps of models with other scales can't be compared.
     """
     layers = forward.record.differentiate(forward.score(classes))
 
@@ -55,17 +52,16 @@ def compute_gae(forward: Forward, classes: Classes) -> TokenWeights:
 def iterate_rows(
     layer: AttentionLayer, heads_gradient: Tensor, images: slice
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yield query rows of a layer, A and G, [b, H, rows, N] each: for 4,096 tokens the matrices of
-    one layer would take gigabytes."""
+    """Yield query rows of a layer, A and G, [b, H, rows, N] each: all of them may take gigabytes."""
     gradient, value = layer.gradient_and_value(heads_gradient, images)
     for queries, attention in layer.attention_rows(images):
         yield queries, attention, gradient[:, :, queries] @ value.transpose(-2, -1)
 
 
 def compute_difference_x_gradient(forward: Forward, classes: Classes) -> TokenWeights:
-    """Input times gradient (Shrikumar et al. 2016), summed over each patch, where the input is the
-    difference of each pixel from the image's mean colour, which painting a patch over removes.
-    Signed; 0 for prefix tokens."""
+    """Input times gradient (Shrikumar et al. 2016), summed over each patch; the input is the
+    difference from the image's mean colour, which painting a patch over removes. Signed; 0 for
+    prefix tokens."""
     pixels = forward.images.detach()
     pixels = pixels - pixels.mean(dim=(-2, -1), keepdim=True)
     gradient = differentiate(forward.score(classes), forward.images)

@@ -7,13 +7,11 @@ Each rule replaces a nonlinear function by the affine one that has the same resu
 - Attention weights and denominators are constants. With its deviation as a constant, a norm is
   linear, also one that is written out.
 - An activation f(x) is f(0) + x · g with the constant g = (f(x) - f(0)) / x. f(0) is a bias. An
-  activation with two bounds, such as the sigmoid, is itself a constant where it multiplies another
-  signal.
+  activation with two bounds, such as the sigmoid, is a constant where it multiplies another signal.
 - A function of degree k, such as x^k or a product of k signals, gets 1/k of its gradient, because
-  Σ x ∂f/∂x = k f (Euler's theorem). The norm of a vector has the degree 1.
+  Σ x ∂f/∂x = k f (Euler's theorem).
 
-Only gradients change: results of the forward pass are bit-equal, fused attention stays on, and the
-model doesn't change.
+Only gradients change: results of the forward pass are bit-equal, and fused attention stays on.
 """
 
 from collections.abc import Callable, Iterator
@@ -38,16 +36,18 @@ _INPUTS = ("input", "query", "key", "value", "other", "exponent")
 
 
 class LibraGradients(TorchFunctionMode):
-    """Context in which results get gradients by LibraGrad's rules. The backward pass may run
-    outside of it."""
+    """Context in which results get LibraGrad's gradients. The backward pass may run outside."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         rule = _RULES.get(func)
         if rule is not None:
             args = (*args, *(kwargs.pop(name) for name in _INPUTS if name in kwargs))
+        signals = _list_signals((args, kwargs))
+        if not signals or not torch.is_grad_enabled():
+            return func(*args, **kwargs)
         in_place = _IN_PLACE.get(func, func if rule and kwargs.get("inplace") else None)
-        if in_place is not None and _list_signals(args):
+        if in_place is not None:
             # rules need the input, which would be overwritten
             kwargs.pop("inplace", None)
             inputs = (args[0].clone(), *args[1:])
@@ -56,22 +56,14 @@ class LibraGradients(TorchFunctionMode):
             )
 
         result = func(*args, **kwargs) if rule is None else rule(func, args, kwargs)
-        if func in _KEEPS_GATES:
-            signals = _list_signals(args)
-            if signals and all(hasattr(signal, _GATE) for signal in signals):
-                setattr(result, _GATE, True)
+        if func in _KEEPS_GATES and all(hasattr(signal, _GATE) for signal in signals):
+            setattr(result, _GATE, True)
         return result
 
 
 def _list_signals(value: Any) -> list[Tensor]:
-    """List the tensors in arguments that gradients go through."""
     leaves = tree_leaves(value)
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
-
-
-def _hold_tensors(value: Any) -> Any:
-    """Return arguments with their tensors as constants."""
-    return tree_map_only(Tensor, Tensor.detach, value)
 
 
 def _swap(result: Tensor, linear: Tensor) -> Tensor:
@@ -98,16 +90,16 @@ def _hold(func: Function, args: Arguments, kwargs: Options) -> Any:
     return func(*args, **kwargs).detach()
 
 
-def _divide(func: Function, args: Arguments, kwargs: Options) -> Any:
-    """Take the denominator as a constant."""
-    return func(args[0], *_hold_tensors(args[1:]), **kwargs)
+def _hold_inputs(held: slice, func: Function, args: Arguments, kwargs: Options) -> Any:
+    """Take some inputs as constants."""
+    inputs = list(args)
+    inputs[held] = tree_map_only(Tensor, Tensor.detach, inputs[held])
+    return func(*inputs, **kwargs)
 
 
 def _activate(func: Function, args: Arguments, kwargs: Options) -> Any:
     """Write f(x) as f(0) + x · [(f(x) - f(0)) / x] with a constant bracket."""
     result = func(*args, **kwargs)
-    if not result.requires_grad:
-        return result
     input: Tensor = args[0]
     # at 0 the bracket is the slope
     with torch.enable_grad():
@@ -128,10 +120,9 @@ def _open_gate(func: Function, args: Arguments, kwargs: Options) -> Any:
 def _multiply(func: Function, args: Arguments, kwargs: Options) -> Any:
     """Give each of several signals an equal share, and gates none."""
     signals = _list_signals(args)
-    gates = [signal for signal in signals if hasattr(signal, _GATE)]
     if len(signals) < 2:
         return func(*args, **kwargs)
-    if 0 < len(gates) < len(signals):
+    if not all(hasattr(signal, _GATE) for signal in signals):
         args = tree_map_only(Tensor, _hold_gate, args)
     return func(*_weigh_gradient(1 / len(_list_signals(args)), args), **kwargs)
 
@@ -150,32 +141,26 @@ def _raise(func: Function, args: Arguments, kwargs: Options) -> Any:
     is_power = isinstance(base, Tensor) and not _list_signals(exponent)
     if not is_power or (not isinstance(exponent, Tensor) and exponent <= 0):
         return _hold(func, args, kwargs)
-    weight = 1 / exponent
-    if isinstance(weight, Tensor):  # a learnt power; the device is not asked for its sign
-        weight = torch.where(weight > 0, weight, 0.0)
-    return func(_weigh_gradient(weight, base), exponent, **kwargs)
+    return func(_weigh_gradient(1 / exponent, base), exponent, **kwargs)
 
 
 def _normalise(func: Function, args: Arguments, kwargs: Options) -> Any:
-    """Compute layer norm, RMS norm or group norm with a constant deviation."""
+    """Normalise by a constant deviation: layer norm, RMS norm or group norm."""
     result = func(*args, **kwargs)
-    if not result.requires_grad:
-        return result
     signal, size = args
     weight, bias = kwargs["weight"], kwargs.get("bias")
     if isinstance(size, int):
         # the places and channels of a group; each channel's parameters go over its places
         groups = signal.unflatten(1, (size, -1)).flatten(2)  # [B, G, n]
-        dims: tuple[int, ...] = (2,)
         shape = (-1, *[1] * (signal.ndim - 2))
         weight, bias = (None if one is None else one.reshape(shape) for one in (weight, bias))
     else:
-        groups, dims = signal, tuple(range(-len(size), 0))
+        groups = signal.flatten(-len(size))
     # RMS norm has no bias, and torch's default of its eps
     if "bias" in kwargs:
-        groups = groups - groups.mean(dim=dims, keepdim=True)
+        groups = groups - groups.mean(dim=-1, keepdim=True)
     eps = torch.finfo(signal.dtype).eps if kwargs["eps"] is None else kwargs["eps"]
-    variance = groups.detach().square().mean(dim=dims, keepdim=True)
+    variance = groups.detach().square().mean(dim=-1, keepdim=True)
     linear = (groups * (variance + eps).rsqrt()).reshape(result.shape)
     if weight is not None:
         linear = linear * weight
@@ -192,25 +177,17 @@ def _normalise_length(func: Function, args: Arguments, kwargs: Options) -> Any:
     return _swap(result, input / norm.clamp_min(kwargs["eps"]).detach())
 
 
-def _attend(func: Function, args: Arguments, kwargs: Options) -> Any:
-    """Take attention weights as constants, so that the gradient goes through the values alone."""
-    query, key, *others = args
-    return func(query.detach(), key.detach(), *others, **kwargs)
-
-
 def _attend_projected(func: Function, args: Arguments, kwargs: Options) -> tuple[Tensor, Any]:
-    """Compute `nn.MultiheadAttention`, a single function, a second time for its gradient: other
-    arguments in the first computation would change the rounding."""
+    """Compute `nn.MultiheadAttention` a second time for its gradient: other arguments in the first
+    computation would change the rounding."""
     result, weights = func(*args, **kwargs)
-    if result.requires_grad:
-        query, key, value, size, num_heads, weight, bias, *others = args
-        # the projections of queries and keys are constants, as the attention weights are
-        if bias is not None:
-            bias = torch.cat([bias[: 2 * size].detach(), bias[2 * size :]])
-        projected = (query.detach(), key.detach(), value, size, num_heads, weight, bias)
-        linear, _ = func(*projected, *others, **kwargs)
-        result = _swap(result, linear)
-    return result, weights
+    query, key, value, size, num_heads, weight, bias, *others = args
+    # the projections of queries and keys are constants, as the attention weights are
+    if bias is not None:
+        bias = torch.cat([bias[: 2 * size].detach(), bias[2 * size :]])
+    projected = (query.detach(), key.detach(), value, size, num_heads, weight, bias)
+    linear, _ = func(*projected, *others, **kwargs)
+    return _swap(result, linear), weights
 
 
 def _find_spellings(names: str) -> Iterator[Function]:
@@ -227,14 +204,16 @@ _NAMES: dict[Rule, str] = {
     _open_gate: "sigmoid hardsigmoid tanh erf",
     # attention weights, and what they are written out with
     _hold: "softmax exp exp2 rsqrt reciprocal __rdiv__ __rtruediv__ __rpow__",
-    _divide: "div divide true_divide __div__ __truediv__",
+    # the denominator
+    partial(_hold_inputs, slice(1, None)): "div divide true_divide __div__ __truediv__",
     _multiply: "mul multiply __mul__ matmul __matmul__ mm bmm mv dot einsum bilinear",
     _raise: "pow __pow__",
     partial(_apply_degree, 2.0): "square var",
     partial(_apply_degree, 0.5): "sqrt",
     _normalise: "layer_norm rms_norm group_norm",
     _normalise_length: "normalize",
-    _attend: "scaled_dot_product_attention",
+    # queries and keys, so that the gradient goes through the values alone
+    partial(_hold_inputs, slice(2)): "scaled_dot_product_attention",
     _attend_projected: "multi_head_attention_forward",
 }
 _RULES = {func: rule for rule, names in _NAMES.items() for func in _find_spellings(names)}

@@ -1,6 +1,7 @@
 """Compute the maps of several methods from one forward pass."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,7 +22,8 @@ from vit.explanation.methods.registry import METHODS, Method, find_methods
 from vit.explanation.targets import CLASS, Classes, Target
 from vit.runtime.tensors import Images, Logits
 
-Relevance = Float[Tensor, "B _ N"]  # for one class of each image, or for each class asked for
+# of the patches, for one class of each image, or for each class asked for
+Relevance = Float[Tensor, "B _ P"]
 
 
 class Maps(NamedTuple):
@@ -42,63 +44,48 @@ def compute_maps(
     options: Mapping[str, object] | None = None,
     verify: bool = True,
 ) -> tuple[Forward, Int[Tensor, "B T"], list[Maps]]:
-    """Compute the maps of several methods from one recorded forward pass.
+    """Compute the maps of several methods from one recorded forward pass of normalised images.
+    Return the pass, the classes [B, T], and the maps in the order of `methods`.
 
-    Args:
-        model: A model that `run_forward` can read.
-        images: Normalised images [B, 3, height, width].
-        methods: Names of registered methods.
-        target: The number that is explained, and the classes.
-        options: Options of the methods by name. None: their defaults.
-        verify: Check that maps are the model's, if that isn't known, see `settle_source`.
-
-    Returns:
-        The forward pass, the classes [B, T], and the maps in the order of `methods`.
-
-    Raises:
-        ValueError: A method is unknown, an option is outside its range, or the model can't be read.
+    Raises ValueError if a method or option is unknown or the model can't be read. `verify` checks
+    that maps are the model's, if that isn't known, see `settle_source`.
     """
     reader = read_model(model, images)
     # weights may be in half precision
     images = images.to(next(reader.model.parameters()).dtype)
     if verify:
         settle_source(reader, images)
-    chosen = find_methods(methods, reader, options=options or ())
+    options = options or {}
+    chosen = find_methods(methods, reader, options=options)
     # each method once, also if it is part of several
     names = [name for method in chosen for name in method.parts or (method.name,)]
-    computed = [METHODS[name] for name in dict.fromkeys(names)]
-    relevance: dict[str, Relevance] = {}
+    found: dict[str, Relevance] = {}
     # layers and heads are evaluated again after the pass, in the same mode
     with evaluation_mode(reader.model):
         for libra in (True, False):
-            of_pass = [method for method in computed if method.libra == libra]
-            if not of_pass:
+            computed = [METHODS[name] for name in dict.fromkeys(names)]
+            computed = [method for method in computed if method.libra == libra]
+            if not computed:
                 continue
-            # frees the first graph before there is another of the same size; the logits are the
-            # same
+            # frees the first graph before there is another of the same size
             forward = None
-            gradients = any(method.class_specific for method in of_pass)
-            if libra:
-                with LibraGradients():
-                    forward = run_forward(reader, images, gradients=gradients, verify=False)
-                forward.target = replace(target, score=partial(_score_by_libra, target))
-            else:
+            gradients = any(method.class_specific for method in computed)
+            with LibraGradients() if libra else nullcontext():
                 forward = run_forward(reader, images, gradients=gradients, verify=False)
-                forward.target = target
+            forward.target = target
+            if libra:
+                forward.target = replace(target, score=partial(_score_by_libra, target))
             targets = target.choose(forward.logits.detach())
-            for method in of_pass:
-                relevance[method.name] = _compute_relevance(forward, method, targets, options or {})
-
+            for method in computed:
+                found[method.name] = _compute_relevance(forward, method, targets, options)
         assert forward is not None
-        num_prefix = forward.num_prefix_tokens
-        maps = []
         for method in chosen:
             if method.parts:
-                found = _combine([relevance[part] for part in method.parts], num_prefix)
-            else:
-                found = relevance[method.name]
-            patches = torch.unflatten(found[..., num_prefix:], -1, forward.grid)
-            maps.append(Maps(method, patches.float()))
+                found[method.name] = _combine([found[part] for part in method.parts])
+        maps = [
+            Maps(method, torch.unflatten(found[method.name], -1, forward.grid).float())
+            for method in chosen
+        ]
         return forward, targets, maps
 
 
@@ -113,19 +100,18 @@ def _score_by_libra(target: Target, logits: Logits, classes: Classes) -> Float[T
 def _compute_relevance(
     forward: Forward, method: Method, targets: Int[Tensor, "B T"], options: Mapping[str, Any]
 ) -> Relevance:
-    """Compute the relevance by one method: once if it is the same for every class."""
+    """Compute the relevance by one method, once if it is the same for every class."""
     assert method.compute is not None
     columns = targets.unbind(dim=1)[: None if method.class_specific else 1]
     own = {name: options[name] for name in method.options if name in options}
     # the forward pass may be in half precision; the products of many matrices are not
     with torch.autocast(forward.images.device.type, enabled=False), torch.enable_grad():
         found = [method.compute(forward, column, **own).detach() for column in columns]
-    return torch.stack(found, dim=1)
+    return torch.stack(found, dim=1)[..., forward.num_prefix_tokens :]
 
 
-def _combine(parts: Sequence[Relevance], num_prefix_tokens: int) -> Relevance:
+def _combine(parts: Sequence[Relevance]) -> Relevance:
     """Compute the mean of several maps, each divided by its standard deviation over the patches,
-    because they differ in scale. Prefix tokens get 0."""
-    patches = torch.stack([values.float()[..., num_prefix_tokens:] for values in parts])
-    combined = (patches / patches.std(dim=-1, keepdim=True).clamp_min(1e-30)).mean(dim=0)
-    return torch.nn.functional.pad(combined, (num_prefix_tokens, 0))
+    because they differ in scale."""
+    patches = torch.stack([values.float() for values in parts])
+    return (patches / patches.std(dim=-1, keepdim=True).clamp_min(1e-30)).mean(dim=0)

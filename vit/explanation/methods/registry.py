@@ -14,7 +14,7 @@ from vit.explanation.methods.gradients import (
 )
 from vit.explanation.methods.removal import compute_removal_map
 from vit.explanation.methods.rollout import compute_rollout
-from vit.runtime.arguments import check_kind
+from vit.runtime.arguments import check_choice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,6 @@ class Method:
 
     Attributes:
         name: Name of the method, as `vit.explain(methods=…)` takes it.
-        title: Name in legends.
         compute: Function of a `Forward` and a class of each image [B] to the
             relevance [B, N] of each token, including prefix tokens. Its keyword
             arguments, which have defaults, are the method's options. None: the
@@ -36,13 +35,9 @@ class Method:
         libra: True if gradients follow the rules of LibraGrad.
         parts: Names of methods. The map is the mean of theirs, each divided by
             its standard deviation over the patches.
-
-    Example:
-        >>> vit.register_method(vit.Method(name="last", title="last layer", compute=last_layer))
     """
 
     name: str
-    title: str
     compute: Callable[..., Any] | None = None
     class_specific: bool = True
     signed: bool = False
@@ -52,7 +47,7 @@ class Method:
 
     @property
     def options(self) -> list[str]:
-        """Names of the options of the method. Methods that are made of parts have none."""
+        """Names of the options of the method."""
         if self.compute is None:
             return []
         parameters = inspect.signature(self.compute).parameters.values()
@@ -76,53 +71,30 @@ def register_method(method: Method) -> None:
         >>> def last_layer(forward, classes):  # relevance of each token [B, N]
         ...     layer = forward.record.layers[-1]
         ...     return layer.attend(forward.pool_weights).mean(dim=1)
-        >>> vit.register_method(
-        ...     vit.Method(name="last", title="last layer", compute=last_layer)
-        ... )
+        >>> vit.register_method(vit.Method(name="last", compute=last_layer))
         >>> vit.explain("runs/digits", "photo.png", methods="last")
     """
-    check_kind(method, Method, name="method", expected="a vit.Method")
     # the same method again, from a module that is imported twice, is no mistake
     if METHODS.setdefault(method.name, method) != method:
         raise ValueError(f"a map method is called {method.name!r} already; give another name")
 
 
 for _method in (
-    Method(
-        name="rollout", title="attention rollout", compute=compute_rollout, class_specific=False
-    ),
-    Method(name="gae", title="generic attention explanation", compute=compute_gae),
-    Method(
-        name="grad-cam",
-        title="Grad-CAM of the last feature map",
-        compute=compute_grad_cam,
-        models=("feature map",),
-    ),
-    Method(
-        name="libra-fullgrad",
-        title="Libra FullGrad+",
-        compute=compute_fullgrad_plus,
-        signed=True,
-        libra=True,
-    ),
+    Method(name="rollout", compute=compute_rollout, class_specific=False),
+    Method(name="gae", compute=compute_gae),
+    Method(name="grad-cam", compute=compute_grad_cam, models=("feature map",)),
+    Method(name="libra-fullgrad", compute=compute_fullgrad_plus, signed=True, libra=True),
     Method(
         name="libra-input-x-gradient",
-        title="Libra input times gradient",
         compute=compute_difference_x_gradient,
         models=("attention", "pixels"),
         signed=True,
         libra=True,
     ),
-    Method(
-        name="removal-gradient",
-        title="removal gradient",
-        compute=compute_removal_map,
-        signed=True,
-    ),
+    Method(name="removal-gradient", compute=compute_removal_map, signed=True),
     # one part each for patches that are left out, patches that are painted over, and single patches
     Method(
         name="libra-removal",
-        title="Libra FullGrad+, pixels and removal gradient",
         parts=("libra-fullgrad", "libra-input-x-gradient", "removal-gradient"),
         signed=True,
     ),
@@ -139,31 +111,16 @@ def list_methods(reader: ModelReader | None = None) -> list[str]:
 def find_methods(
     names: Sequence[str], reader: ModelReader | None = None, *, options: Iterable[str] = ()
 ) -> list[Method]:
-    """Find methods by name.
-
-    Args:
-        names: Names of the methods.
-        reader: A model that the methods must be able to explain. None: any model.
-        options: Names of options, each of which one of the methods must have.
-
-    Raises:
-        ValueError: A method or an option is unknown, or a method needs what can't be read in the
-            model.
-    """
+    """Find methods by name. Raise ValueError if one is unknown or needs what can't be read in the
+    model, or if none of them has one of the options."""
     known = list(METHODS) if reader is None else list_methods(reader)
     for name in names:
-        if name not in METHODS:
-            raise ValueError(f"unknown method {name!r}; known: {', '.join(known)}")
-        if reader is not None and name not in known:
-            reason = "is for models without readable attention"
-            if not reader.has_attention:
-                reason = f"needs the model's attention: {reader.found.refusal}"
-            has = ", ".join(known)
-            raise ValueError(f"{name} {reason}; {type(reader.model).__name__} has {has}")
+        if reader is not None and name in METHODS and name not in known:
+            has = f"{type(reader.model).__name__} has {', '.join(known)} instead"
+            raise ValueError(f"no {name}: {reader.found.refusal or 'its attention is read'}; {has}")
+        check_choice(name, known, name="method")
     methods = [METHODS[name] for name in names]
     declared = [option for method in methods for option in method.options]
     for option in options:
-        if option not in declared:
-            chosen, listed = ", ".join(names), ", ".join(declared) or "none"
-            raise ValueError(f"{option} is no option of the methods {chosen}; known: {listed}")
+        check_choice(option, declared, name=f"option of {', '.join(names)}")
     return methods

@@ -1,13 +1,13 @@
 """The removal gradient: the loss of the score, to first order, if a token is left out of every
 layer.
 
-Give each token j a gate g_j that multiplies it at each place where it is read: in every softmax,
+A gate g_j multiplies each token j wherever it is read: in every softmax,
 A_ij = g_j e^{s_ij} / Σ_k g_k e^{s_ik}, and in the mean of the pooling. With g in {0, 1} that is the
 model without the tokens of gate 0. The map is ∂f/∂g at g = 1. With G = ∂f/∂A of a layer and head,
 
     ∂f/∂g_j = Σ_layers Σ_heads Σ_i A_ij (G_ij - Σ_k A_ik G_ik) + the same of the pooling,
 
-from one backward pass to the attention layers' results.
+by one backward pass.
 """
 
 from functools import reduce
@@ -26,18 +26,8 @@ from vit.model.logits import at_least_float32
 
 def compute_removal_map(forward: Forward, classes: Classes) -> TokenWeights:
     """Compute the removal gradient of the probability, which is also the evidence of the sanity
-    checks: a logit may rise together with those of all classes. See the module's docstring.
-
-    Args:
-        forward: A forward pass with gradients.
-        classes: Class of each image.
-
-    Returns:
-        The loss of the probability without each token, to first order; signed.
-
-    Raises:
-        ValueError: The model's pooling isn't a mean of tokens.
-    """
+    checks: a logit may rise together with those of all classes. Signed; see the module's docstring.
+    Raises ValueError if the model's pooling isn't a mean of tokens."""
     score = forward.value(classes)
     layer_gates = [
         _differentiate_layer(layer, heads_gradient)
@@ -53,8 +43,8 @@ def _differentiate_layer(layer: AttentionLayer, heads_gradient: Tensor) -> Token
     def differentiate_images(images: slice) -> Float[Tensor, "b N"]:
         parts = []
         for _, attention, gradient in iterate_rows(layer, heads_gradient, images):
-            # the second term: without a token, the others share its weight
             product = attention * gradient
+            # without a token, the others share its weight
             shared = attention * product.sum(dim=-1, keepdim=True)
             parts.append((product - shared).sum(dim=(1, 2)))
         return reduce(torch.add, parts)
@@ -63,8 +53,8 @@ def _differentiate_layer(layer: AttentionLayer, heads_gradient: Tensor) -> Token
 
 
 def _differentiate_pooling(forward: Forward, score: Float[Tensor, " B"]) -> TokenWeights:
-    """Differentiate by the gates of the pooling. The result is 0 for a class token, which is read
-    whole, and for a maximum, which has no first order."""
+    """Differentiate by the gates of the pooling: 0 for a class token, which is read whole, and for
+    a maximum, which has no first order."""
     result = torch.zeros_like(at_least_float32(forward.pool_weights))
     pool = forward.record.pool
     if pool is not None and pool.output.requires_grad:
@@ -87,28 +77,21 @@ def _differentiate_pooling(forward: Forward, score: Float[Tensor, " B"]) -> Toke
             found.first_averaged = _find_measured_mean(forward)
     first = found.first_averaged
     if first >= 0:
-        result[:, first:] = _differentiate_mean(forward, gradient, first)
+        pooled = at_least_float32(forward.tokens.detach())[:, first:]
+        # gradient of the mean, of which each token has an equal part
+        gradient = gradient[:, first:].sum(dim=1, keepdim=True) / pooled.shape[1]
+        # without a token, the mean moves away from it in proportion to their difference
+        centred = pooled - pooled.mean(dim=1, keepdim=True)
+        result[:, first:] = (centred * gradient).sum(dim=-1)
     return result
-
-
-def _differentiate_mean(
-    forward: Forward, gradient: Float[Tensor, "B N D"], first: int
-) -> Float[Tensor, "B _"]:
-    """Differentiate by the gates of a mean over the tokens from `first` on: without a token, the
-    mean moves away from it by an amount proportional to their difference."""
-    pooled = at_least_float32(forward.tokens.detach())[:, first:]
-    # gradient of the mean, of which each token has an equal part
-    gradient = gradient[:, first:].sum(dim=1, keepdim=True) / pooled.shape[1]
-    centred = pooled - pooled.mean(dim=1, keepdim=True)
-    return (centred * gradient).sum(dim=-1)
 
 
 def _find_measured_mean(forward: Forward) -> int:
     """Find the first token of a measured mean, which may be pooled together with a class token.
     Raise ValueError if the pooling is no mean."""
-    # a mean has equal weights on all patches
     num_prefix = forward.num_prefix_tokens
     patches = forward.pool_weights[:, num_prefix:]
+    # a mean has equal weights on all patches
     if (patches - patches[:, :1]).abs().max() > 1e-3 * patches.abs().max():
         name = type(forward.reader.model).__name__
         raise ValueError(f"{name} pools by something other than a mean, so its gates are unknown")

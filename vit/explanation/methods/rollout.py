@@ -4,15 +4,14 @@ Abnar & Zuidema, "Quantifying Attention Flow in Transformers" (2020): every laye
 by Ã = ½·I + ½·A, where A is the layer's attention fused over its heads, and the whole encoder by
 the product Ã_L … Ã_1. Row i of that product has the share of every input token in output token i.
 
-Rows of Ã sum to one. After the mean over heads they do so by themselves. After a maximum, a minimum
-or with discarded entries they are divided by their sums, after the identity is mixed in, as in the
-program vit-explain (Gildenblat 2020), which divides columns by the sums of the rows.
-
-The rollout of large images does without N×N weights, which don't fit into memory: for 4,096 tokens
-those of one layer of one image take 0.8 GB.
+Rows of Ã sum to one. After a maximum, a minimum or with discarded entries they are divided by their
+sums, after the identity is mixed in, as in the program vit-explain (Gildenblat 2020), which divides
+columns by the sums of the rows.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import reduce
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -27,11 +26,7 @@ from vit.runtime.tensors import Images
 
 # more tokens than those of 512 px in patches of 16 px would make a page too large
 _MAX_FLOW_TOKENS = 1100
-_HEAD_FUSIONS: dict[str, Callable[..., Tensor]] = {
-    "mean": Tensor.mean,
-    "max": Tensor.amax,
-    "min": Tensor.amin,
-}
+_HEAD_FUSIONS: dict[str, Any] = {"mean": Tensor.mean, "max": Tensor.amax, "min": Tensor.amin}
 
 
 def attention_rollout(
@@ -39,9 +34,7 @@ def attention_rollout(
     *,
     head_fusion: str = "mean",
     discard_ratio: float = 0.0,
-    start_layer: int = 0,
-    pool_weights: TokenWeights | None = None,
-) -> Float[Tensor, "B N N"] | TokenWeights:
+) -> Float[Tensor, "B N N"]:
     """Multiply the layers' attention into one matrix whose rows sum to one
     (Abnar & Zuidema 2020).
 
@@ -53,13 +46,9 @@ def attention_rollout(
         discard_ratio: Fraction of the smallest entries of each fused matrix
             that are set to 0, in [0, 1); the first entry of the first row is
             kept.
-        start_layer: First layer that is used.
-        pool_weights: Weight of each output token, [B, N]. Only this mixture of
-            rows is computed then, which needs no product of matrices. None: all
-            rows.
 
     Returns:
-        The matrix [B, N, N], or pool_weights · matrix [B, N].
+        The matrix [B, N, N].
 
     Raises:
         ValueError: An option is outside its range, or `attentions` is empty.
@@ -70,17 +59,10 @@ def attention_rollout(
         >>> rollout[:, 0, 1:]  # patches in the class token, [B, patches]
         >>> rollout.mean(dim=1)  # in a mean-pooled model without one
     """
-    _check_options(len(attentions), head_fusion, discard_ratio, start_layer)
-    if pool_weights is None:
-        last = attentions[-1]
-        rows = at_least_float32(torch.eye(last.shape[-1], dtype=last.dtype, device=last.device))
-        rows = rows[None]
-    else:
-        rows = at_least_float32(pool_weights)[:, None]
-    # rows of the product, from its left end: all of them, or their mixture
-    for attention in reversed(attentions[start_layer:]):
-        rows = _mix(rows, attention, head_fusion, discard_ratio)
-    return rows if pool_weights is None else rows[:, 0]
+    if not attentions:
+        raise ValueError("attentions is empty; rollout needs the attention of at least one layer")
+    matrices = (_mix(attention, head_fusion, discard_ratio) for attention in reversed(attentions))
+    return reduce(torch.matmul, matrices)
 
 
 @torch.no_grad()
@@ -92,20 +74,20 @@ def compute_rollout(
     discard_ratio: float = 0.0,
     start_layer: int = 0,
 ) -> TokenWeights:
-    """Compute the map method `rollout`, which is the same for all classes; see
-    `attention_rollout`."""
+    """Compute the map method `rollout`, see `attention_rollout`, from layer `start_layer` on."""
     layers = forward.record.layers
-    _check_options(len(layers), head_fusion, discard_ratio, start_layer)
+    if not 0 <= start_layer < len(layers):
+        raise ValueError(f"start_layer {start_layer} is outside 0 to {len(layers) - 1}")
     pool_weights = at_least_float32(forward.pool_weights)
 
     def roll_up(images: slice) -> TokenWeights:
         row = pool_weights[images, None]
         for layer in reversed(layers[start_layer:]):
-            if head_fusion != "mean" or discard_ratio > 0:
-                row = _mix(row, layer.attention(images), head_fusion, discard_ratio)
+            if head_fusion != "mean" or discard_ratio != 0:
+                row = row @ _mix(layer.attention(images), head_fusion, discard_ratio)
                 continue
-            # a plain mean can do without the whole matrix, and with few query rows at a time, which
-            # stay in the processor's cache
+            # A plain mean can do without the whole matrix, which for 4,096 tokens takes 0.8 GB. A
+            # few query rows at a time stay in the processor's cache.
             mixed = torch.zeros_like(row)
             for queries, attention in layer.attention_rows(images):
                 mixed += (row[:, None, :, queries] @ attention).sum(dim=1)
@@ -117,17 +99,9 @@ def compute_rollout(
 
 @torch.no_grad()
 def measure_attention(forward: Forward, image: int) -> dict[str, Tensor]:
-    """Measure what heads and patches of one image attend to, for pictures.
-
-    Args:
-        forward: A forward pass.
-        image: Place of the image in the batch.
-
-    Returns:
-        "heads" [layers, heads, rows, columns], what the pooled feature attends to; and "flow"
-        [rows, columns, rows, columns], what each patch attends to by the rollout. A part that would
-        be too large is left out, and "heads" of layers with different numbers of heads.
-    """
+    """Measure what an image of a batch attends to, for pictures: "heads" [layers, heads, rows,
+    columns] of the pooled feature, unless layers differ in their heads; and "flow" [rows, columns,
+    rows, columns] of each patch by the rollout, unless it would be too large."""
     layers = forward.record.layers
     one = slice(image, image + 1)
     prefix, grid = forward.num_prefix_tokens, forward.grid
@@ -144,11 +118,7 @@ def measure_attention(forward: Forward, image: int) -> dict[str, Tensor]:
 
 
 class LogitsAndRollout(nn.Module):
-    """Module that computes logits and rollout without hooks, so that exporters can trace it.
-
-    Args:
-        model: The model. Its rollout has the default options.
-    """
+    """Module that computes logits and rollout without hooks, so that exporters can trace it."""
 
     def __init__(self, model: VisionTransformer) -> None:
         super().__init__()
@@ -158,30 +128,23 @@ class LogitsAndRollout(nn.Module):
         """Compute logits [B, C] and maps [B, rows, columns]."""
         model = self.model
         logits, attentions = model.forward_with_attention(images)
-        pool_weights = torch.zeros_like(at_least_float32(attentions[0][:, 0, 0]))
-        if model.global_pool == "token":
-            pool_weights[:, 0] = 1
-        else:
-            num_patches = model.grid_size[0] * model.grid_size[1]
-            pool_weights[:, model.num_prefix_tokens :] = 1 / num_patches
-        relevance = attention_rollout(attentions, pool_weights=pool_weights)
-        maps = torch.unflatten(relevance[:, model.num_prefix_tokens :], -1, model.grid_size)
-        return logits, maps
+        rollout = attention_rollout(attentions)
+        num_prefix = model.num_prefix_tokens
+        relevance = rollout[:, 0]
+        if model.global_pool != "token":
+            relevance = rollout[:, num_prefix:].mean(dim=1)
+        return logits, torch.unflatten(relevance[:, num_prefix:], -1, model.grid_size)
 
 
 def _mix(
-    rows: Float[Tensor, "_ n N"],
-    attention: Float[Tensor, "B H N N"],
-    head_fusion: str,
-    discard_ratio: float,
-) -> Float[Tensor, "B n N"]:
-    """Compute rows · Ã of a layer, with rows that sum to one, in float32 or more: the product of
-    twelve half-precision matrices drifts by 1e-2."""
-    attention = at_least_float32(attention)
-    if rows.shape[1] == 1 and head_fusion == "mean" and discard_ratio == 0:
-        # one pass over the weights, without a fused matrix
-        return (rows + (rows[:, None] @ attention).sum(dim=1) / attention.shape[1]) / 2
-    fused = _HEAD_FUSIONS[head_fusion](attention, dim=1)
+    attention: Float[Tensor, "B H N N"], head_fusion: str, discard_ratio: float
+) -> Float[Tensor, "B N N"]:
+    """Compute Ã of a layer in float32 or more: the product of twelve half-precision matrices drifts
+    by 1e-2."""
+    check_choice(head_fusion, tuple(_HEAD_FUSIONS), name="head_fusion")
+    if not 0 <= discard_ratio < 1:
+        raise ValueError(f"discard_ratio {discard_ratio} is outside [0, 1)")
+    fused: Tensor = _HEAD_FUSIONS[head_fusion](at_least_float32(attention), dim=1)
     if discard_ratio > 0:
         entries = fused.flatten(1)
         # within each image, so that its map doesn't depend on the batch
@@ -193,17 +156,4 @@ def _mix(
     identity = torch.eye(fused.shape[-1], dtype=fused.dtype, device=fused.device)
     # no row of the sum is zero, also where everything is discarded
     matrix = (identity + fused) / 2
-    return rows @ (matrix / matrix.sum(dim=-1, keepdim=True))
-
-
-def _check_options(
-    num_layers: int, head_fusion: str, discard_ratio: float, start_layer: int
-) -> None:
-    """Raise ValueError if an option is outside its range."""
-    if num_layers == 0:
-        raise ValueError("attentions is empty; rollout needs the attention of at least one layer")
-    check_choice(head_fusion, tuple(_HEAD_FUSIONS), name="head_fusion")
-    if not 0 <= discard_ratio < 1:
-        raise ValueError(f"discard_ratio {discard_ratio} is outside [0, 1)")
-    if not 0 <= start_layer < num_layers:
-        raise ValueError(f"start_layer {start_layer} is outside 0 to {num_layers - 1}")
+    return matrix / matrix.sum(dim=-1, keepdim=True)

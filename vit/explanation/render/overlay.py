@@ -18,7 +18,6 @@ PatchMap = Float[np.ndarray, "rows columns"]
 # whole range of the colours, differences of a few percent would look like an object
 FLAT_BELOW = 1.2
 _FLAT_STRENGTH = 0.15
-_PHOTO_SIDES = (224, 512)  # smallest and largest side of a photo in pixels
 # readable with any colour vision, and bright on dark photos; blue is negative, red positive
 _COLOURS = {False: "inferno", True: "RdYlBu_r"}
 # the darkest colours of the sequential map would hide the photo instead of marking it
@@ -29,21 +28,13 @@ _OPACITY = 0.8  # opacity of the highest value
 # fraction of its colour that the photo loses below a map, so that it isn't confused with the map's
 _FADING = 0.75
 _DIMMING = 0.5  # fraction of its brightness that the photo loses where the model didn't see it
-_GAP = 8  # pixels between photo and map
-
-
-def is_flat(values: PatchMap, *, signed: bool) -> bool:
-    """Return true if a map is nearly even, so that its differences are not drawn."""
-    total = float(np.abs(values).sum())
-    return not signed and float(values.max()) * values.size <= FLAT_BELOW * total
 
 
 def shade(
     values: PatchMap, size: tuple[int, int], *, signed: bool
 ) -> tuple[Image.Image, Float[np.ndarray, "height width"]]:
     """Return the colour of each pixel of a map that is stretched to `size` (width, height), and its
-    strength: 0 (the photo is visible) to 1. The colours go from the lowest to the highest value, or
-    are symmetric about zero if it is signed."""
+    strength: 0 (the photo is visible) to 1. Colours of signed maps are symmetric about zero."""
     smooth = np.asarray(
         Image.fromarray(values.astype(np.float32)).resize(size, Image.Resampling.BILINEAR)
     )
@@ -55,7 +46,7 @@ def shade(
         fractions = 0.5 + np.sign(smooth) * (0.25 + 0.15 * strength)
     else:
         strength = np.clip((smooth - low) / (high - low or 1), 0, 1)
-        if is_flat(values, signed=signed):
+        if high <= FLAT_BELOW * float(np.abs(values).mean()):
             strength = np.full_like(smooth, _FLAT_STRENGTH)
         fractions = _FIRST_COLOUR + (1 - _FIRST_COLOUR) * strength
     heat = Image.fromarray((255 * fractions).round().astype(np.uint8))
@@ -81,30 +72,8 @@ def resize_picture(picture: Image.Image, *, min_side: int, max_side: int) -> Ima
     return picture.resize((width, height), Image.Resampling.LANCZOS)
 
 
-def fit_photo(photo: Image.Image) -> Image.Image:
-    """Return a photo in the size of the pictures."""
-    return resize_picture(photo, min_side=_PHOTO_SIDES[0], max_side=_PHOTO_SIDES[1])
-
-
-def draw_overlay(
-    photo: Image.Image, values: PatchMap, geometry: Geometry, *, signed: bool
-) -> Image.Image:
-    """Draw the photo and, on its right, the map over it, see `blend`."""
-    panels = Image.new("RGB", (2 * photo.width + _GAP, photo.height), "white")
-    panels.paste(photo, (0, 0))
-    panels.paste(blend(photo, values, geometry, signed=signed), (photo.width + _GAP, 0))
-    return panels
-
-
 def blend(photo: Image.Image, values: PatchMap, geometry: Geometry, *, signed: bool) -> Image.Image:
-    """Draw the map over the photo, which loses most of its colour.
-
-    Args:
-        photo: The whole upright original, in any size.
-        values: The map.
-        geometry: Box of the model's input in the original.
-        signed: Put zero in the middle of the colours.
-    """
+    """Draw the map over the whole upright photo, in any size, which loses most of its colour."""
     scaling = np.divide(photo.size, geometry.original_size)
     left, top, right, bottom = np.round(geometry.box * np.tile(scaling, 2)).astype(int).tolist()
     size = (max(right - left, 1), max(bottom - top, 1))

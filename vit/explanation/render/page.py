@@ -23,18 +23,10 @@ BADGES = {
 
 
 def render_page(template: Path, context: Mapping[str, object]) -> str:
-    """Fill a template.
+    """Fill a template, which can extend and include the files of its own folder and of this one.
 
     In HTML every value is escaped; data for scripts goes through Jinja's `tojson`, which escapes
     `<` as well.
-
-    Args:
-        template: Path of the template. It can extend and include the files of its own folder and of
-            this one.
-        context: A value for each name in the template.
-
-    Raises:
-        jinja2.UndefinedError: for a name that is missing from `context`.
     """
     environment = Environment(
         loader=FileSystemLoader([template.parent, Path(__file__).parent]),
@@ -47,7 +39,7 @@ def render_page(template: Path, context: Mapping[str, object]) -> str:
 
 
 def name_model(source: str) -> str:
-    """Return the model's name on pages: that of its run directory, of its file, or in timm."""
+    """Return a model's name on pages: that of its run directory or file, or in timm."""
     if source.startswith("timm:"):
         # timm:NAME, timm:local-dir:FOLDER or timm:hf-hub:OWNER/NAME
         source = source.rpartition(":")[2]
