@@ -139,7 +139,7 @@ def test_no_size_and_crop_push_the_box_over_an_edge() -> None:
             assert box[3] <= height
 
 
-def test_a_directory_that_cannot_be_read_is_an_error_or_a_row_of_a_list(
+def test_a_directory_that_cannot_be_read_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("a.png", "locked/b.png", "lost+found/c.png", "z/d.png"):
@@ -156,5 +156,3 @@ def test_a_directory_that_cannot_be_read_is_an_error_or_a_row_of_a_list(
     for read in (list_images, list_files):
         with pytest.raises(PermissionError, match="locked"):
             list(read(tmp_path))
-    listed = list(list_images([tmp_path / "locked", tmp_path / "z"]))
-    assert listed == [str(tmp_path / "locked"), str(tmp_path / "z/d.png")]
