@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -44,10 +43,10 @@ def make_run(save_model: SaveModel, tmp_path: Path) -> MakeRun:
         num_heads=2,
     )
 
-    def make(directory: Path, *overrides: str, **options: Any) -> Run:
+    def make(directory: Path, *overrides: str) -> Run:
         directory.mkdir(parents=True, exist_ok=True)
         config = load_config(None, [*FROZEN, f"model.init={weights}", *overrides])
-        return build_run(config, directory=directory, device_name="cpu", **options)
+        return build_run(config, directory=directory, device_name="cpu")
 
     return make
 
@@ -110,7 +109,7 @@ def test_a_resumed_run_ends_with_the_same_bytes(
     # the tokens are computed again, and memory that is short now doesn't change the run
     monkeypatch.setenv("VIT_CACHE", str(tmp_path / "other_cache"))
     monkeypatch.setattr(tokens_module, "fits_in_memory", lambda *_: False)
-    resumed = make_run(tmp_path / "broken", *overrides, "data.pipeline=tokens", resume=True)
+    resumed = make_run(tmp_path / "broken", *overrides, "data.pipeline=tokens")
     resumed.trainer.resume()
     resumed.trainer.train()
     assert_equal_runs(tmp_path / "whole", tmp_path / "broken")

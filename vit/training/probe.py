@@ -23,8 +23,8 @@ from vit.training.validation import build_predictor
 
 
 class FittedProbe(NamedTuple):
-    """The probe of a run's training images, its description for the user, and its learning curve;
-    the last in the main process of a new run only."""
+    """The probe of a run's training images, its description for the user, and its learning curve
+    in the main process."""
 
     probe: LinearProbe
     description: str
@@ -56,7 +56,6 @@ def fit_to_data(
     data: TrainingData,
     *,
     device: torch.device,
-    measures_curve: bool,
 ) -> FittedProbe:
     """Fit a probe of a model on a device on the training images, or on as many as `model.probe`
     says."""
@@ -71,7 +70,7 @@ def fit_to_data(
     if process.is_main:
         with show_progress("choosing a linear probe"):
             probe = fit_probe(features, labels, folds, num_classes=len(names), balanced=balanced)
-            if measures_curve and not images.is_multilabel:
+            if not images.is_multilabel:
                 curve = measure_learning_curve(
                     features[probe.readout].double().numpy(),
                     labels,

@@ -89,7 +89,6 @@ def build_run(
     transform: Transform | None = None,
     user_model: nn.Module | None = None,
     loss: Loss | None = None,
-    resume: bool = False,
 ) -> Run:
     """Build a training run, ready to start or to resume.
 
@@ -98,7 +97,6 @@ def build_run(
         device_name: Device of this process, such as "cuda:1".
         splits: The images, where they are open already.
         transform, user_model, loss: Objects from Python. See `vit.train`.
-        resume: The run in `directory` goes on, if it has left a checkpoint.
     """
     if loss is not None and is_probe_alone(config):
         raise ValueError("loss is for training steps, and this run is a linear probe alone")
@@ -129,9 +127,7 @@ def build_run(
     if uses_probe(config) and isinstance(model, VisionTransformer):
         if is_probe_alone(config):
             uncut_model = model
-        # The features of a run that goes on are in the cache, and its learning curve is written.
-        goes_on = resume and any(checkpoints.directory.glob("step-*.pt"))
-        probe = fit_to_data(config, model, data, device=device, measures_curve=not goes_on)
+        probe = fit_to_data(config, model, data, device=device)
         model = build_probed_model(config, model, probe.probe).to(device)
     data, tokens = keep_tokens(config, model, data, device=device, transform=transform)
     config = data.config

@@ -214,7 +214,6 @@ def train(
             transform=transform,
             user_model=model,
             loss=loss,
-            resume=resume,
         )
         trainer = run.trainer
         if is_chosen:
