@@ -47,7 +47,7 @@ def compute_data_features(
 ) -> Features:
     """Compute the features of a run's images at each readout, or read them from the cache."""
     predictor = build_predictor(data, model, device=device)
-    return compute_features(predictor, data.decode(images), cache_dir=data.splits.cache_dir)
+    return compute_features(predictor, data.decode(images))
 
 
 def fit_to_data(
