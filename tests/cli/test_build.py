@@ -59,20 +59,6 @@ def test_a_text_is_that_of_the_function_it_refers_to() -> None:
         assert audit[name].help == evaluate[name].help
 
 
-def test_an_option_has_one_meaning_in_all_commands() -> None:
-    """Options of one name have one kind of value."""
-    flags: dict[str, set[object]] = {}
-    for command in ALL.values():
-        for parameters in read_parameters(command):
-            for parameter in parameters.values():
-                if parameter.is_keyword:
-                    flags.setdefault(find_flag(command, parameter), set()).add(parameter.kind)
-    for name in ("--num-images", "--num-examples"):
-        assert flags[name] == {int}
-    owners = [name for name, each in ALL.items() if "init" in read_parameters(each)[0]]
-    assert owners == ["train"]
-
-
 # --- modes: an option is passed on, or refused
 # -------------------------------------------------------------------------------------------------
 

@@ -257,29 +257,6 @@ def test_a_mistake_gets_one_line_and_leaves_nothing(
     assert not (tmp_path / "out").exists()
 
 
-def test_bad_folders_and_models_get_one_line(
-    evaluate: Evaluate, model_file: Path, root: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "empty").mkdir()
-    (root / "test" / "bee").rename(root / "test" / "yak")
-    write_images(tmp_path / "strange", split="test", first_seed=0, count=2)
-    (tmp_path / "strange" / "test" / "bee").rename(tmp_path / "strange" / "test" / "yak")
-    half = tmp_path / "half.safetensors"
-    half.write_bytes(model_file.read_bytes()[:5000])
-    cases = [
-        ([model_file, "--data", tmp_path / "empty"], "holds no images in folders of classes"),
-        ([model_file, "--data", tmp_path / "strange"], "the model doesn't know 'yak'"),
-        ([half], "is not a complete model file"),
-        ([tmp_path / "empty"], "holds no model.safetensors"),
-        ([tmp_path / "gone.safetensors"], "does not exist"),
-    ]
-    for arguments, sentence in cases:
-        code, _, error = evaluate(*arguments, "--output", tmp_path / "out")
-        assert (code, len(error.strip().splitlines())) == (2, 1), error
-        assert sentence in error
-        assert not (tmp_path / "out").exists()
-
-
 def test_a_root_without_training_images_is_evaluated(
     cli: Launcher, model_file: Path, tmp_path: Path
 ) -> None:

@@ -60,30 +60,6 @@ def test_images_of_every_kind_are_explained_and_the_broken_one_named(
         assert arrays["grey.rollout"].shape == (4, 4)
 
 
-def test_without_images_it_takes_the_models_own_test_split(
-    explain: Explain, model_file: Path, tmp_path: Path
-) -> None:
-    explain(model_file, "--num-images", 3, "--output", tmp_path / "out", "--no-checks")
-    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
-    assert len(manifest["images"]) == 3
-    assert all(entry["name"].startswith("digits-") for entry in manifest["images"])
-
-
-def test_every_format_is_written(
-    explain: Explain, model_file: Path, photos: Path, tmp_path: Path
-) -> None:
-    arguments = ("--format", "png,npz,html", "--method", "rollout,gae", "--class", "3")
-    explain(model_file, photos, "--output", tmp_path / "out", *arguments)
-    names = {path.name for path in (tmp_path / "out").iterdir()}
-    assert {
-        "gallery.html",
-        "maps.npz",
-        "manifest.json",
-        "grey.rollout.png",
-        "grey.gae.3.png",
-    } <= names
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -154,39 +154,6 @@ def test_results_have_a_place(
     assert "name it with --output" in cli.fail("train", empty_yaml, "--resume")
 
 
-def test_a_folder_of_images_trains_and_bad_ones_are_named(
-    empty_yaml: Path, photos: Path, tmp_path: Path, cli: Launcher
-) -> None:
-    whole = (photos / "train" / "cat" / "3.jpg").read_bytes()
-    (photos / "train" / "cat" / "3.jpg").write_bytes(whole[: len(whole) // 2])
-    arguments = [
-        "train",
-        empty_yaml,
-        *TINY,
-        "data.name=folder",
-        f"data.root={photos}",
-        "train.batch_size=4",
-    ]
-    outcome = cli.succeed(
-        *arguments, "data.max_unreadable_fraction=0.2", "--output", tmp_path / "run"
-    )
-    assert (
-        len(
-            [
-                line
-                for line in outcome.err.splitlines()
-                if line.startswith("skipped") and "cat/3.jpg" in line
-            ]
-        )
-        == 1
-    )
-    assert load_bundle(tmp_path / "run").class_names == ("cat", "dog")
-    message = cli.fail(
-        *arguments, "data.max_unreadable_fraction=0.01", "--output", tmp_path / "refused"
-    )
-    assert "cat/3.jpg" in message
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -11,7 +11,6 @@ from vit.runtime.device import (
     choose_precision,
     copy_to_device,
     count_bytes,
-    cpu_multiplies_bfloat16,
     free_cached_memory,
 )
 
@@ -24,12 +23,6 @@ def test_unknown_names_are_refused_with_the_known_ones() -> None:
             choose_device(name)
     with pytest.raises(ValueError, match="unknown precision 'float8'; known: auto, bfloat16"):
         choose_precision("float8", torch.device("cpu"))
-
-
-def test_auto_precision_is_what_the_processor_multiplies() -> None:
-    expected = "bfloat16" if cpu_multiplies_bfloat16() else "float32"
-    assert choose_precision("auto", torch.device("cpu")) == expected
-    assert choose_precision("float32", torch.device("cpu")) == "float32"
 
 
 class Cards:

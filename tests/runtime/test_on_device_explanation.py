@@ -33,13 +33,6 @@ SETTINGS = {
         "methods": ("gae", "libra-removal", "rollout"),
         "batch_size": 2,
     },
-    "a class": {
-        "num_tested": None,
-        "num_attended": 9,
-        "methods": ("gae", "rollout"),
-        "target": "bee",
-        "batch_size": 2,
-    },
     "options": {
         "num_tested": None,
         "num_attended": 9,
@@ -55,7 +48,6 @@ CASES = [
         for model, name in [
             ("squared ReLU", "every method"),
             ("4×4 patches, each left out", "every method"),
-            ("4×4 patches, each left out", "a class"),
             ("4×4 patches, each left out", "options"),
             ("6×6 patches, by the removal gradient", "every method"),
         ]
