@@ -1,8 +1,7 @@
 """How a command of the command line is made.
 
 The public function's signature and its `Args:` are the only place of an option's name, type,
-default and text. They are read from the source, so that `--help` needs no torch
-(`vit.runtime.signatures`).
+default and text. They are read from the source, so that `--help` needs no torch.
 
 - A parameter before the `*` is an argument, one after it an option: `batch_size` is --batch-size.
 - Its help is the first sentence under `Args:`; "None: …" says what the default None means.
@@ -134,9 +133,6 @@ def _convert(value: Any, parameter: Parameter) -> Any:
 def choose_output(command: str, arguments: Mapping[str, Any]) -> Path:
     """Choose a new directory for the results of a command from the values of its arguments:
     runs/photos-1 for `vit train photos`, runs/photos-1-explain-1 for `vit explain runs/photos-1`.
-
-    Raises:
-        ValueError: A run is to be resumed, or several processes would choose.
     """
     if arguments.get("resume"):
         raise ValueError("--resume goes on in a directory; name it with --output")

@@ -26,6 +26,8 @@ def explain(
     """
     # torch takes seconds to import, and `vit --help` does without
     from vit.data.images import list_images
+    from vit.explanation.checks.sanity_checks import count_confirmed
+    from vit.explanation.writer import SHEET_FILE
 
     paths = None
     models, images = take_models(find.keywords["model"], images or [])
@@ -33,8 +35,18 @@ def explain(
         check_images(models, images)
         paths = sorted({str(path) for path in list_images(list_names(images))})
     find(images=paths, model=models, output=output)
-
-    _show(output)
+    manifest = json.loads((output / "manifest.json").read_text(encoding="utf-8"))
+    for line in count_confirmed(manifest["images"]):
+        echo(line)
+    count = len(manifest["images"])
+    num_tested = manifest["parameters"]["checks"]
+    if num_tested and num_tested < count:
+        echo(f"the maps of the first {num_tested} images are tested; --checks tests all")
+    for image in manifest["unreadable"]:
+        echo(f"skipped {image['path']}: {image['reason']}", color="yellow")
+    echo(f"images explained: {count}; skipped: {len(manifest['unreadable'])}; in {output}")
+    if (output / SHEET_FILE).is_file():
+        echo(f"open {output / SHEET_FILE} first: photos and maps side by side")
     if "html" in find.keywords["formats"]:
         echo(f"open {output / 'gallery.html'} in a browser")
 
@@ -50,22 +62,3 @@ COMMAND = Command(
     },
     python_only=("class_names", "preprocess", "map_options"),
 )
-
-
-def _show(output: Path) -> None:
-    # torch takes seconds to import, and `vit --help` does without
-    from vit.explanation.checks.sanity_checks import count_confirmed
-    from vit.explanation.writer import SHEET_FILE
-
-    manifest = json.loads((output / "manifest.json").read_text(encoding="utf-8"))
-    for line in count_confirmed(manifest["images"]):
-        echo(line)
-    count = len(manifest["images"])
-    num_tested = manifest["parameters"]["checks"]
-    if num_tested and num_tested < count:
-        echo(f"the maps of the first {num_tested} images are tested; --checks tests all")
-    for image in manifest["unreadable"]:
-        echo(f"skipped {image['path']}: {image['reason']}", color="yellow")
-    echo(f"images explained: {count}; skipped: {len(manifest['unreadable'])}; in {output}")
-    if (output / SHEET_FILE).is_file():
-        echo(f"open {output / SHEET_FILE} first: photos and maps side by side")

@@ -66,19 +66,15 @@ def _options(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line and exit.
+    """Run the command line, with the arguments of this process or others, and exit.
 
     An error is reported in one line. The exit code is 2 for a user's mistake (ValueError, OSError,
     an unknown option, too little memory), and 70 for an internal error. With VIT_DEBUG=1 in the
     environment the traceback is shown instead.
-
-    Args:
-        arguments: Arguments of the command. None: those of this process.
     """
     # torch's OpenMP runtime reads this variable when it is loaded. By default, threads that wait
     # for each other spin for a long time, which slows down a shared machine (28 images/s instead of
-    # 1,500 on the digits, with one of 2 cores busy). A short spin avoids that, and is as fast as a
-    # long one on a quiet machine.
+    # 1,500 on the digits, with one of 2 cores busy).
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     warnings.formatwarning = _format_warning

@@ -97,8 +97,7 @@ def _predict(images: list[str], keywords: dict[str, Any]) -> None:
 
 
 def take_models(model: str, images: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the models, of which those after the first are named before the images, and the
-    images."""
+    """Return the models, of which those after the first precede the images, and the images."""
 
     def is_model(path: str) -> bool:
         is_run = os.path.isfile(os.path.join(path, MODEL_FILE))
