@@ -299,13 +299,10 @@ def test_label_by_says_what_it_leaves_out(tmp_path: Path) -> None:
     labels = read(tmp_path, label_by="(cat|dog)")
     assert set(labels) == set(grid("train/cat", "train/dog"))
     notes = list_notes(tmp_path, label_by="(cat|dog)")
-    assert "1 images have no class by data.label_by, such as notes/9.png" in notes
+    assert "1 images have no class by data.label_by and are not used, such as notes/9.png" in notes
     for wrong, sentence in (("(", "not a regular"), ("cat", "has 0 groups"), ("(x)", "no class")):
         with pytest.raises(ValueError, match=sentence):
             read(tmp_path, label_by=wrong)
-    save_all(tmp_path / "flat", "train/cat.0.png", "train/dog.0.png", "test/cat.1.png")
-    with pytest.raises(ValueError, match="finds test and train, which are splits"):
-        read(tmp_path / "flat", label_by="^([a-z]+)")
     with pytest.raises(ValueError, match="for folders and tables, not for data"):
         open_dataset("digits", rule=ImageRule(label_by="(x)"))
 

@@ -7,8 +7,6 @@ from contextlib import suppress
 
 from vit.runtime.arguments import check_choice, shorten
 
-ClassChoice = Sequence[str] | None
-
 
 def sort_class_names(class_names: Iterable[str]) -> tuple[str, ...]:
     """Sort class names: whole numbers as numbers, so that 9 comes before 10, then the others as
@@ -22,20 +20,11 @@ def sort_class_names(class_names: Iterable[str]) -> tuple[str, ...]:
 
 
 def choose_classes(
-    class_names: Sequence[str], classes: Sequence[str], *, aliases: Mapping[str, str]
+    class_names: Sequence[str], classes: Sequence[str], aliases: Mapping[str, str]
 ) -> tuple[str, ...]:
-    """Choose the classes that `data.classes` keeps, in the order of the set.
-
-    Args:
-        class_names: All classes of the set.
-        classes: Classes to keep, each by its name or an alias.
-        aliases: Class name → another name for it, such as "tench" for n01440764.
-
-    Raises:
-        ValueError: A class is unknown, or fewer than two are kept.
-    """
-    class_of = {name: name for name in class_names}
-    class_of |= {alias: name for name, alias in aliases.items() if name in class_of}
+    """Choose the classes that `data.classes` keeps, each by its name or its alias, such as "tench"
+    for n01440764. Raises ValueError if one is unknown, or fewer than two are kept."""
+    class_of = {name: name for name in class_names} | {aliases[name]: name for name in class_names}
     for name in classes:
         check_choice(name, class_of, name="class of data.classes")
     # the order is that of the set, so that labels don't depend on how classes are listed
@@ -45,7 +34,7 @@ def choose_classes(
 
 
 def check_classes(class_names: Collection[str], *, origin: str) -> None:
-    """Raise ValueError, whose message begins with `origin`, if there are fewer than two classes."""
+    """Raise ValueError, which begins with `origin`, if there are fewer than two classes."""
     if len(class_names) < 2:
         names = shorten(", ".join(map(repr, class_names)) or "none")
         raise ValueError(
@@ -55,12 +44,8 @@ def check_classes(class_names: Collection[str], *, origin: str) -> None:
 
 
 def find_wordnet_names(class_names: Collection[str]) -> dict[str, str]:
-    """Find the names in words of classes that are WordNet ids: "chain saw" for n03000684.
-
-    Returns:
-        Class → the first of its synonyms, as far as timm's table has it. Empty if some classes
-        aren't WordNet ids.
-    """
+    """Find the names in words of classes that are WordNet ids, "chain saw" for n03000684, as far as
+    timm's table has them: class → the first synonym. Empty if some classes are no such ids."""
     if not all(re.fullmatch(r"n\d{8}", name) for name in class_names):
         return {}
     # takes seconds to import

@@ -14,17 +14,9 @@ SEPARATOR = "|"
 
 
 def read_corrections(path: Path | Mapping[str, str] | None) -> dict[str, str]:
-    """Read corrections: path of an image below the root → the name of its right class, or the names
-    of all its right labels with "|" between them.
-
-    Args:
-        path: A CSV file with the columns path, given (the present label or labels) and label; or
-            the corrections themselves; None for none.
-
-    Raises:
-        ValueError: A line is wrong; the message names it.
-        OSError: The file can't be read.
-    """
+    """Read corrections, from a CSV file with the columns path, given (the present label) and label,
+    unless they are read already: path of an image below the root → the name of its right class, or
+    of all its right labels with "|" between them. Raises ValueError for a wrong line."""
     if not isinstance(path, Path):
         return dict(path or {})
     corrections: dict[str, str] = {}
@@ -40,11 +32,8 @@ def read_corrections(path: Path | Mapping[str, str] | None) -> dict[str, str]:
 
 
 def correct_labels(dataset: ImageDataset, corrections: Mapping[str, str]) -> ImageDataset:
-    """Replace the labels of the images whose ids are in `corrections`.
-
-    Raises:
-        ValueError: A label is not one of the classes.
-    """
+    """Replace the labels of the images whose ids are in `corrections`. Raises ValueError if a label
+    is not one of the classes."""
     labels = dataset.labels.copy()
     for index, image_id in enumerate(dataset.ids):
         if image_id not in corrections:
@@ -53,10 +42,8 @@ def correct_labels(dataset: ImageDataset, corrections: Mapping[str, str]) -> Ima
         names = list(filter(None, text.split(SEPARATOR))) if dataset.is_multilabel else [text]
         for name in names:
             check_choice(name, dataset.class_names, name=f"label of {image_id} in data.corrections")
-        if dataset.is_multilabel:
-            labels[index] = [name in names for name in dataset.class_names]
-        else:
-            labels[index] = dataset.class_names.index(text)
+        marks = [name in names for name in dataset.class_names]
+        labels[index] = marks if dataset.is_multilabel else marks.index(True)
     num_changed = int((labels != dataset.labels).sum())
     if num_changed == 0:
         return dataset
@@ -66,8 +53,7 @@ def correct_labels(dataset: ImageDataset, corrections: Mapping[str, str]) -> Ima
 
 
 def check_corrections(dataset: ImageDataset, corrections: Mapping[str, str]) -> None:
-    """Raise ValueError if a correction names an image that is not in `dataset`, all images of a
-    set."""
+    """Raise ValueError if a correction names an image that is not in `dataset`, all images."""
     unknown = corrections.keys() - set(dataset.ids)
     if unknown:
         raise ValueError(

@@ -202,15 +202,7 @@ class ImageRule:
 
 
 class Request(NamedTuple):
-    """The images that a source is asked for.
-
-    Attributes:
-        root: Place of the images, `data.root`.
-        classes: Classes that will be kept, by name; None keeps all.
-        cache_dir: Folder for downloads and for what is read once.
-        download: A published set that isn't on this machine may be downloaded.
-        rule: How the class of an image is found.
-    """
+    """The images that a source is asked for, see `vit.data.open.open_dataset`."""
 
     root: Root
     classes: Sequence[str] | None

@@ -19,10 +19,7 @@ _MIN_SIDE = 16
 def hash_pixels(image: Image.Image) -> int:
     """Compute 64 bits of the sha256 of an image's size and pixels, or of its values of more bits."""
     digest = hashlib.sha256(f"{image.width}x{image.height}:".encode())
-    if isinstance(image, DeepImage):
-        digest.update(np.ascontiguousarray(image.values).data)
-        return int.from_bytes(digest.digest()[:8], "little")
-    digest.update(image.tobytes())
+    digest.update(image.values.tobytes() if isinstance(image, DeepImage) else image.tobytes())
     return int.from_bytes(digest.digest()[:8], "little")
 
 
@@ -46,11 +43,8 @@ def compute_dhash(image: Image.Image) -> int:
 def find_duplicates(
     hashes: np.ndarray, training_hashes: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Find images that were in training, also mirrored.
-
-    Exact pairs are certain, near ones are suspects; docs/guides/data.md says how many planted
-    copies are found. Flat images, whose hashes are nearly all zeros or ones, are compared by pixels
-    only.
+    """Find images that were in training, also mirrored. Exact pairs are certain, near ones are
+    suspects. Flat images, whose hashes are nearly all zeros or ones, are compared by pixels only.
 
     Args:
         hashes: uint64 [2, n], `hash_pixels` and `compute_dhash` of each image that is searched.
@@ -58,7 +52,7 @@ def find_duplicates(
 
     Returns:
         Pairs with the same pixels, and pairs with other pixels and the closest perceptual hash;
-        each int64 [m, 2] of (index among `hashes`, index among `training_hashes`), at most one for
+        each int64 [p, 2] of (index among `hashes`, index among `training_hashes`), at most one for
         an image that is searched.
     """
     digests, dhashes = hashes
@@ -97,9 +91,6 @@ def find_pairs(hashes: np.ndarray) -> list[tuple[int, int, bool]]:
     Each image is compared with the ones that stand for the others so far, in the order of their
     hashes, so that the names and the order of the files don't matter. Near-copies of an image are
     near to it, and not by way of a third one: photos of one texture form no chain.
-
-    Args:
-        hashes: uint64 [2, n], see `find_duplicates`.
 
     Returns:
         (first index, second index, true for equal pixels), in the order of the images; for each

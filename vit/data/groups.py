@@ -28,17 +28,9 @@ _DRAFT_SIDE = 128
 
 
 def find_groups(dataset: ImageDataset, group_by: int | str) -> tuple[str, ...]:
-    """Find the group of each image, by its path.
-
-    Args:
-        dataset: The images; their ids are paths.
-        group_by: 1 for the name of the folder that an image is in, 2 for the folder above it, and
-            so on; or a regular expression with one group, which is searched in the path. An image
-            whose path doesn't match is a group of its own.
-
-    Raises:
-        ValueError: No image has such a folder or such a path, or the expression is wrong.
-    """
+    """Find the group of each image, by its path: 1 for the name of the folder that it is in, 2 for
+    the folder above it, and so on; or a regular expression with one group. An image whose path
+    doesn't match is a group of its own. Raises ValueError if none matches."""
     if isinstance(group_by, str) and not group_by.isdecimal():
         names = list(search_group(group_by, dataset.ids, name="data.group_by"))
     else:
@@ -56,12 +48,8 @@ def find_groups(dataset: ImageDataset, group_by: int | str) -> tuple[str, ...]:
 def group_copies(
     dataset: ImageDataset, cache_dir: Path, *, num_splits: int
 ) -> tuple[Sequence[str] | None, list[str]]:
-    """Join the groups of images that share an image or a near-copy of one.
-
-    Returns:
-        The groups, those of the data set if there are no copies; and sentences about what is, and
-        isn't, kept together.
-    """
+    """Join the groups of images that share an image or a near-copy of one. Return the groups, those
+    of the data set if there are no copies, and sentences about what is, and isn't, kept together."""
     hashes = hash_images(dataset, cache_dir)
     groups, num_copies = join_duplicates(
         dataset.groups or dataset.ids, dataset.strata, hashes, num_splits=num_splits
@@ -79,13 +67,9 @@ def group_copies(
 
 
 def hash_images(dataset: ImageDataset, cache_dir: Path) -> np.ndarray:
-    """Compute the hashes of `vit.data.duplicates`, from JPEG files decoded at a fraction of their
-    size. The cache keeps them by the bytes of the images.
-
-    Returns:
-        uint64 [2, n]. An image that can't be read has a hash of its own. Of more than 5,000 images,
-        those of the files' bytes alone: equal files are found, and no near-copies.
-    """
+    """Compute the hashes of `vit.data.duplicates`, uint64 [2, n], from JPEG files decoded at a
+    fraction of their size. The cache keeps them by the bytes of the images. More than 5,000 images
+    are hashed by the bytes of their files alone, which finds no near-copies."""
 
     def hash_image(index: int) -> tuple[int, int]:
         try:
@@ -114,7 +98,7 @@ def join_duplicates(
 
     Args:
         groups: Group of each image.
-        labels: Class of each image.
+        labels: Class of each image, int64 [n].
         hashes: See `hash_images`.
         num_splits: Number of splits into which the images are divided.
 
@@ -185,9 +169,9 @@ def choose_whole_groups(
 
     Args:
         groups: Group of each image.
-        labels: Class of each image.
+        labels: Class of each image, int64 [n].
         fraction: Fraction of the images to choose.
-        salt: Text that decides which groups are chosen.
+        salt: Text that decides the orders.
         num_splits: Splits that a class should have a group in: the chosen one, those that will be
             chosen from the other images, and the training images.
 
@@ -229,8 +213,6 @@ def _draw_groups(
 
     Args:
         members: Group → class → number of its images.
-        fraction: Fraction of the images to choose.
-        salt: Text that decides the order.
         num_groups: Number of groups of each class.
         again: The first order has failed. The class with the fewest groups then gets its smallest
             one first, and one that leaves none is passed over for the next.

@@ -11,12 +11,8 @@ _FEW = 10
 
 
 def count_labels(labels: np.ndarray, num_classes: int) -> np.ndarray:
-    """Count the images of each class, or with each label, int64 [C].
-
-    Args:
-        labels: Class of each image, int64 [n], or which labels it has, bool [n, C].
-        num_classes: C.
-    """
+    """Count the images of each class, int64 [C], from the class of each image, int64 [n], or from
+    which labels it has, bool [n, C]."""
     if labels.ndim == 2:
         counts: np.ndarray = labels.sum(axis=0)
         return counts
@@ -39,17 +35,9 @@ def mark_labels(label_sets: Sequence[Sequence[str]], class_names: Sequence[str])
 
 
 def number_label_sets(labels: np.ndarray) -> np.ndarray:
-    """Number the sets of labels, so that splits are stratified over them.
-
-    A set that few images have counts as its rarest label: otherwise no split but training would get
-    any of the many rare combinations.
-
-    Args:
-        labels: Which labels each image has, bool [n, C].
-
-    Returns:
-        int64 [n], numbers from 0 without gaps.
-    """
+    """Number the sets of labels, bool [n, C], from 0 without gaps, so that splits are stratified over
+    them. A set that few images have counts as its rarest label: otherwise no split but training
+    would get any of the many rare combinations."""
     _, numbers, counts = np.unique(labels, axis=0, return_inverse=True, return_counts=True)
     numbers = numbers.reshape(-1)
     # the rarest label of each image; an image without labels has C

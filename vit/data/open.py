@@ -40,8 +40,7 @@ def is_named(name: str) -> bool:
 
 
 def find_kind(data: object) -> str | None:
-    """Return the `data.name` for the name of a data set, or for a path, pattern or address of images;
-    None if no source knows it."""
+    """Return the `data.name` for a name, path, pattern or address of images; None without one."""
     text = str(data)
     if is_named(text):
         return text
@@ -52,14 +51,12 @@ def require_kind(data: object) -> str:
     """Return the `data.name` of `find_kind`. Raises ValueError if no source knows the data."""
     kind = find_kind(data)
     if kind is None:
-        if problem := explain_file(str(data)):
-            raise ValueError(f"--data {problem}")
         names = list(filter(is_named, SOURCES))
-        raise ValueError(
-            f"--data {data} is not a data set ({', '.join(names)}), a table (.csv,"
-            " .jsonl, .parquet), a folder or shards (.tar)"
-            f"{suggest(str(data), names) or '; check the path'}"
+        problem = explain_file(str(data)) or (
+            f"{data} is not a data set ({', '.join(names)}), a table (.csv, .jsonl, .parquet), a"
+            f" folder or shards (.tar){suggest(str(data), names) or '; check the path'}"
         )
+        raise ValueError(f"--data {problem}")
     return kind
 
 
@@ -73,21 +70,15 @@ def open_dataset(
     download: bool = True,
     cache_dir: Path | None = None,
 ) -> DatasetSplits:
-    """Find a data set by its name.
+    """Find a data set by its `data.name`. Raises ValueError if it or a class is unknown, and OSError
+    if the root is missing or a download fails.
 
     Args:
-        name: Name of a source.
         root: Place where the data is or will be downloaded to.
-        classes: Classes to keep, in the order of the set, by name or in words; None keeps all.
+        classes: Classes to keep, by name or in words; None keeps all.
         class_names: Class → its name in words, for some classes or all.
-        rule: How labels are found, and how splits that the set doesn't have are drawn.
         download: A published set that isn't on this machine may be downloaded.
         cache_dir: Folder for decoded images and downloads; None is $VIT_CACHE or ~/.cache/vit.
-
-    Raises:
-        ValueError: The name or a class is unknown.
-        FileNotFoundError: The root is missing.
-        OSError: A download fails.
     """
     if name == FROM_PYTHON:
         hint = "pass them as dataset=… again, or name other images with --data"
@@ -115,8 +106,7 @@ def open_dataset(
 
 
 def name_data(name: str, root: str | Path | None) -> str:
-    """Return the name of a data set for readers: that of its folder or file, if it isn't a published
-    one."""
+    """Return the name of a data set for readers: for own images that of their folder or file."""
     if not root or name not in PLACES:
         return name
     # an address is shown without its parameters
@@ -131,20 +121,8 @@ def open_passed(
     model_classes: Sequence[str] | None = None,
     cache_dir: Path | None = None,
 ) -> DatasetSplits:
-    """Open images that are passed from Python, to a training or to a model.
-
-    Args:
-        dataset: See `find_python_objects`.
-        class_names: Names of its classes, if it doesn't name them itself.
-        rule: Its `task` is "multilabel" if the model predicts several labels an image.
-        model_classes: Classes of the model, which integer labels index if there are no other names.
-            Then the images are the split "test"; without a test split in a dictionary, "validation"
-            is the default, as it is in a training.
-        cache_dir: See `open_dataset`.
-
-    Raises:
-        ValueError: See `find_python_objects`.
-    """
+    """Open images that are passed from Python, see `find_python_objects`. With the classes of a model
+    that is evaluated on them, images in no dictionary are the split "test"."""
     split = "train" if model_classes is None else "test"
     splits = number_listing(
         find_python_objects(
@@ -166,24 +144,21 @@ def open_for_model(
     root: Root = None,
     rule: ImageRule = ImageRule(),  # noqa: B008 (immutable)
 ) -> DatasetSplits:
-    """Open the images on which a trained model is evaluated or explained.
+    """Open the images on which a trained model is evaluated or explained. Raises ValueError if there
+    are none.
 
     The default split is "test", and "all" for files without one: as far as we know, the model has
     seen none of it. Classes get the names that the model has for them. Nothing is downloaded
     because of a model file, which may be a stranger's.
 
     Args:
-        data: Name of a data set, or a place that `find_kind` knows; None for the images that the
-            model was trained on.
+        data: Name of a data set, or a place; None for the images that the model was trained on.
         recorded: Record of these in the model file, see `vit.bundle.Bundle.recorded_images`.
         root: Place of a data set that is given by its name.
-        rule: How the labels and groups of other images than those of the training are found; by
-            default the labels as in the training.
-
-    Raises:
-        ValueError: There are no such images, or `data` is None and the model file names none.
+        rule: How the labels and groups of other images are found; by default the labels as in the
+            training.
     """
-    # earlier versions saved the path of a file, and a stranger's may name any file
+    # a stranger's file may name any file instead
     mappings = {
         key: value
         for key in ("class_names", "corrections", "held_out")

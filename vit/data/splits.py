@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 
 from vit.data.class_names import (
-    ClassChoice,
     check_classes,
     choose_classes,
     find_wordnet_names,
@@ -33,35 +32,27 @@ SPLITS = ("train", "validation", "test", "all")
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class DatasetSplits:
-    """The splits of a data set. Those that it doesn't have are drawn when one is asked for, once.
+    """The splits of a data set. Those that it doesn't have are drawn when one is asked for, once."""
 
-    Attributes:
-        title: Name for readers: that of a named set, or of the folder of own images.
-        images: All images, those of one split after the other.
-        marks: Split of each image, as text [n].
-        rule: How splits that the set doesn't have are drawn from its training images.
-        cache_dir: Folder of decoded images.
-        read: How the list was read, and what wasn't, for the plan.
-        renamed_classes: Class → its name in words, if it has another one.
-        default_split: Name of the split that `split()` returns.
-        corrections: Id of an image → its right class or labels, see `read_corrections`. Splits stay
-            as they were drawn.
-        written: Split → ids of its images, as they were held out in a training; None: they are
-            drawn.
-        num_trained_on: Number of images that this training listed as its training images; None:
-            not known.
-    """
-
+    # name for readers: that of a named set, or of the folder of own images
     title: str
+    # all images, and the split of each, as text [n]
     images: ImageDataset
     marks: np.ndarray
     rule: ImageRule
+    # folder of decoded images
     cache_dir: Path
+    # how the list was read, and what wasn't, for the plan
     read: Sequence[str] = ()
+    # class → its name in words, if it has another one
     renamed_classes: Mapping[str, str] = field(default_factory=dict)
+    # the split that `split()` returns
     default_split: str = "test"
+    # see `read_corrections`; splits stay as they were drawn
     corrections: Mapping[str, str] = field(default_factory=dict)
+    # split → ids of its images, as they were held out in a training; None: they are drawn
     written: Mapping[str, Sequence[str]] | None = None
+    # number of the training images of this training, None: not known
     num_trained_on: int | None = None
     # a sentence about each reason to keep images together
     _kept_together: list[str] = field(default_factory=list, init=False)
@@ -72,14 +63,8 @@ class DatasetSplits:
         return list(dict.fromkeys(self.marks.tolist()))
 
     def split(self, name: str | None = None) -> ImageDataset:
-        """Return the images of a split.
-
-        Args:
-            name: "train", "validation", "test" or "all"; None is `default_split`.
-
-        Raises:
-            ValueError: The split is unknown, isn't there or would be empty.
-        """
+        """Return the images of "train", "validation", "test" or "all". Raises ValueError if the split
+        is unknown, isn't there or would be empty."""
         name = name or self.default_split
         check_choice(name, SPLITS, name="split")
         own = self.own_splits
@@ -124,8 +109,7 @@ class DatasetSplits:
         return {split: part for split, part in fractions.items() if split not in self.own_splits}
 
     def _take(self, split: str) -> ImageDataset:
-        """Return the images of a split that the data set has of its own, or of "all", with the groups
-        of the rule."""
+        """Return the images of one of the own splits, or of "all", with the groups of the rule."""
         dataset = self.images
         if split != "all":
             dataset = dataset.subset(np.flatnonzero(self.marks == split))
@@ -220,14 +204,12 @@ def number_listing(
     cache_dir: Path,
     title: str = "",
     default_split: str = "test",
-    classes: ClassChoice = None,
+    classes: Sequence[str] | None = None,
     class_names: Mapping[str, str] | None = None,
 ) -> DatasetSplits:
     """Number the classes of a list, check them, and choose those that are kept.
 
     Args:
-        listing: The list.
-        rule: See `DatasetSplits`, as for `cache_dir`, `title` and `default_split`.
         classes: Classes to keep, by their names or in words; None keeps all.
         class_names: Class → its name in words; None names WordNet's ids.
 
@@ -245,8 +227,8 @@ def number_listing(
     check_classes(names, origin=listing.origin)
     kept = names
     if classes is not None:
-        aliases = name_classes(names, find_wordnet_names(names)) | dict(class_names or {})
-        kept = choose_classes(names, classes, aliases=aliases)
+        aliases = name_classes(names, {**find_wordnet_names(names), **(class_names or {})})
+        kept = choose_classes(names, classes, aliases)
     if are_sets:
         labels = mark_labels(listing.labels, names)
         labels = labels[:, [names.index(name) for name in kept]]
@@ -298,11 +280,8 @@ def number_listing(
 
 
 def _choose_stratified(dataset: ImageDataset, fraction: float, *, salt: str) -> np.ndarray:
-    """Choose a fraction of every class: the images whose hashes of (salt, id) rank lowest.
-
-    Returns:
-        Mask, bool [n]. At least one image of every class that has two or more, never all.
-    """
+    """Choose a fraction of every class, bool [n]: the images whose hashes of (salt, id) rank lowest;
+    at least one of every class that has two or more, never all."""
     ranks = np.array(rank_names(dataset.ids, salt), dtype=np.uint64)
     mask = np.zeros(len(dataset), dtype=bool)
     strata = dataset.strata

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from vit.data.dicom import DICOM_HINT, DICOM_SUFFIX
+from vit.data.dicom import DICOM_HINT
 from vit.data.duplicates import hash_pixels
-from vit.data.images import HEIF_HINT, HEIF_SUFFIXES, list_files, read_image, to_rgb
+from vit.data.images import HEIF_HINT, list_files, read_image, to_rgb
 from vit.runtime.arguments import shorten
 from vit.runtime.files import open_cached, read_arrays, write_arrays
 
@@ -39,12 +39,8 @@ Root = Path | str | None
 
 
 class ImageReader:
-    """A sequence of images, each the path or the bytes of a file, or a PIL image.
-
-    Args:
-        names: Name of each image, for messages.
-        places: What finds each image: its pixels, or numbers.
-    """
+    """A sequence of images, each the path or the bytes of a file, or a PIL image. Images have names,
+    for messages, and places by which they are found: their pixels, or numbers, [n, …]."""
 
     # true if it can't be sent to another process, or needn't be: pixels, or objects from Python
     in_process = False
@@ -75,12 +71,8 @@ class ImageReader:
         return None
 
     def image(self, index: int, *, draft_side: int | None = None) -> Image.Image:
-        """Decode an image to RGB, see `vit.data.images.read_image`.
-
-        Raises:
-            ValueError, OSError: It can't be decoded; the message names it.
-            DriveError: The drive doesn't answer.
-        """
+        """Decode an image to RGB, see `vit.data.images.read_image`. Raises ValueError or OSError, which
+        names it."""
         stored = self[index]
         if isinstance(stored, Path):
             return read_image(stored, draft_side=draft_side)
@@ -137,35 +129,27 @@ class FileReader(ImageReader):
 
 @dataclass(frozen=True, kw_only=True)
 class Listing:
-    """The images of a source in all of its splits, as they are found.
+    """The images of a source in all of its splits, as they are found."""
 
-    Attributes:
-        name: The data.name.
-        origin: Name of the list, at the start of messages.
-        labels: Class of each image, a text; or the names of its labels, a tuple, where an image may
-            have several.
-        reader: Decodes the images. Its names are their ids: the path below the root, or a name such
-            as "test/00012".
-        splits: "train", "validation" or "test" for each image; None: all are "train".
-        keeps_validation: Validation without a test split stays validation. Otherwise, as in
-            ImageNet, it becomes the test split.
-        class_names: Names of all classes in their order; None: those that occur.
-        groups: Group of each image; None: each image is its own.
-        rows: Id of an image → its row of the table that lists the images.
-        read: How the list was read, and what wasn't, for the plan.
-        notes: Warnings for the user.
-    """
-
+    # the data.name, and the name of the list at the start of messages
     name: str
     origin: str
+    # class of each image, a text; or the names of its labels, a tuple, where it may have several
     labels: Sequence[Any]
+    # its names are the ids of the images: the path below the root, or a name such as "test/00012"
     reader: ImageReader
+    # train, validation or test for each image; None: all are train
     splits: Sequence[str] | None = None
+    # validation without a test split stays validation, and isn't the test split, as in ImageNet
     keeps_validation: bool = False
+    # all classes in their order; None: those that occur
     class_names: Sequence[str] | None = None
+    # see `ImageDataset`
     groups: Sequence[str] | None = None
     rows: Mapping[str, Mapping[str, Any]] | None = None
+    # how the list was read, and what wasn't, for the plan
     read: Sequence[str] = ()
+    # warnings for the user
     notes: Sequence[str] = ()
 
 
@@ -201,15 +185,12 @@ def read_stats(paths: Sequence[str]) -> np.ndarray:
 def compute_once(
     path: Path, keys: np.ndarray, compute: Callable[[int], Sequence[int]]
 ) -> np.ndarray:
-    """Compute numbers for each key that is not in the cache yet, in threads.
+    """Return m numbers for each key, uint64 [n, m], and compute those that the cache lacks.
 
     Args:
         path: The .npz file of the cache.
         keys: What the numbers depend on, [n, k].
-        compute: Returns the m numbers of the key at an index.
-
-    Returns:
-        uint64 [n, m].
+        compute: Returns the numbers of the key at an index; it is called in threads.
     """
     stored = open_cached(path, partial(read_arrays, path)) or {"keys": keys[:0], "values": keys[:0]}
     known = dict(zip(map(bytes, stored["keys"]), stored["values"].tolist(), strict=True))
@@ -251,21 +232,10 @@ def list_below(root: Path) -> list[str]:
     return [file[start:].replace(os.sep, "/") for file in list_files(root)]
 
 
-def find_split_folders(root: Path) -> dict[str, Path]:
-    """Find the folders below `root` that are named like a split: split → folder. Raises ValueError
-    if two are named like the same split."""
-    folders: dict[str, Path] = {}
-    for entry in sorted(root.iterdir()):
-        split = SPLIT_OF.get(entry.name.lower())
-        if split is None or not entry.is_dir():
-            continue
-        if split in folders:
-            raise ValueError(
-                f"{root} holds {folders[split].name}/ and {entry.name}/"
-                f", both names of the {split} split; merge or rename one"
-            )
-        folders[split] = entry
-    return folders
+def find_split_folders(root: Path) -> dict[str, str]:
+    """Find the folders below `root` that are named like splits, in sorted order: name → split."""
+    names = [entry.name for entry in sorted(root.iterdir()) if entry.is_dir()]
+    return {name: SPLIT_OF[name.lower()] for name in names if name.lower() in SPLIT_OF}
 
 
 def describe_unused(paths: Iterable[str]) -> list[str]:
@@ -276,6 +246,6 @@ def describe_unused(paths: Iterable[str]) -> list[str]:
     if not suffixes:
         return []
     found = shorten(", ".join(sorted(set(suffixes))), 60)
-    hints = {DICOM_SUFFIX: DICOM_HINT, **dict.fromkeys(HEIF_SUFFIXES, HEIF_HINT)}
-    known = dict.fromkeys(hint for suffix, hint in hints.items() if suffix in suffixes)
-    return ["; ".join([f"{len(suffixes):,} files are not used ({found})", *known])]
+    # a hint ends with the suffix that it is for
+    hints = [hint for hint in (HEIF_HINT, DICOM_HINT) if hint.split()[-1] in suffixes]
+    return ["; ".join([f"{len(suffixes):,} files are not used ({found})", *hints])]

@@ -1,9 +1,10 @@
 """Image folders: root/<split>/<class>/* or root/<class>/*, images whose class is in their path, or
 a table in the folder."""
 
+import posixpath
+from collections.abc import Sequence
 from pathlib import Path
 
-from vit.data.class_names import ClassChoice
 from vit.data.dataset import Request
 from vit.data.images import is_image_name, is_system_folder
 from vit.data.sources.base import (
@@ -52,32 +53,30 @@ def check_root(root: Path | str) -> Path:
     return folder
 
 
-def find_class_folders(name: str, root: Path, classes: ClassChoice) -> Listing:
+def find_class_folders(name: str, root: Path, classes: Sequence[str] | None) -> Listing:
     """List the images below a folder: train/<class>/*, val/<class>/* and so on, or <class>/* alone,
-    which is all "train".
-
-    Args:
-        name: The data.name.
-        root: The folder.
-        classes: Classes that will be kept; None keeps all. The others may be empty.
+    which is all "train". Classes that aren't kept may be empty.
 
     Raises:
         ValueError: There are no images, or a folder may be a split or a class.
     """
-    splits_of = find_split_folders(root) or {"train": root}
+    split_of = find_split_folders(root)
     # the training images say which classes there are
-    first = "train" if "train" in splits_of else next(iter(splits_of))
+    first = next(iter(split_of.values()), "train")
+    if "train" in split_of.values():
+        first = "train"
     unused: list[str] = []
     notes: list[str] = []
     # path of each image → its class and its split
     found: dict[str, tuple[str, str]] = {}
-    if root not in splits_of.values():
-        _check_others(root, [folder.name for folder in splits_of.values()])
+    if split_of:
+        _check_others(root, list(split_of))
         unused += _list_files(root)
-    for split, folder in splits_of.items():
+    for name_of_split, split in (split_of or {"": "train"}).items():
+        folder = root / name_of_split
         unused += _list_files(folder)
         class_names = list_classes(folder)
-        if not class_names and folder != root:
+        if not class_names and split_of:
             text = f"{folder} holds images in no folder of a class"
             if split != "test":
                 raise ValueError(f"{text}; move them into {folder.name}/<class>/")
@@ -85,14 +84,12 @@ def find_class_folders(name: str, root: Path, classes: ClassChoice) -> Listing:
         for class_name in class_names:
             files = list_below(folder / class_name)
             images = [file for file in files if is_image_name(file)]
-            others = set(files) - set(images)
-            unused += others
+            others = describe_unused(set(files) - set(images))
+            unused += set(files) - set(images)
             if not images and split == first and (classes is None or class_name in classes):
-                held = "; ".join(
-                    [f"{folder / class_name} holds no images", *describe_unused(others)]
-                )
+                held = "; ".join([f"{folder / class_name} holds no images", *others])
                 raise ValueError(f"{held}; remove it, or name others in data.classes")
-            start = class_name if folder == root else f"{folder.name}/{class_name}"
+            start = posixpath.join(name_of_split, class_name)
             found |= {f"{start}/{image}": (class_name, split) for image in images}
     if not found:
         raise ValueError(
@@ -126,15 +123,8 @@ def _check_others(root: Path, known: list[str]) -> None:
 
 
 def find_by_name(root: Path, label_by: str) -> Listing:
-    """List images whose class is in their path.
-
-    Args:
-        root: Folder of the images. Those in its folders train/, val/ and test/ are these splits.
-        label_by: Regular expression with one group, which is searched in the path below `root`.
-
-    Raises:
-        ValueError: The expression is wrong, or finds no class.
-    """
+    """List images whose class a regular expression finds in their path below `root`. Those in its
+    folders train/, val/ and test/ are these splits. Raises ValueError if it finds no class."""
     # before images are listed
     search_group(label_by, [], name="data.label_by")
     files = list_below(root)
@@ -145,14 +135,11 @@ def find_by_name(root: Path, label_by: str) -> Listing:
     if not found:
         example = shorten(str(paths[:1]))
         raise ValueError(f"{origin} finds no class in the paths below {root}, {example}")
-    if {label.lower() for label in found.values()} <= SPLIT_OF.keys():
-        names = " and ".join(sorted(set(found.values())))
-        raise ValueError(f"{origin} finds {names}, which are splits; correct it")
     notes = []
     others = [path for path in paths if path not in found]
     if others:
-        text = f"{len(others):,} images have no class by data.label_by, such as {others[0]}"
-        notes.append(f"{text}; they are not used")
+        text = f"{len(others):,} images have no class by data.label_by and are not used"
+        notes.append(f"{text}, such as {others[0]}")
     splits = [SPLIT_OF.get(path.partition("/")[0].lower(), "") for path in found]
     # folders of other names would have no split
     if not all(splits) or "train" not in splits:
@@ -171,9 +158,8 @@ def find_by_name(root: Path, label_by: str) -> Listing:
 def check_not_inside(output: Path, root: Path) -> None:
     """Raise ValueError for an output directory, not made yet, that would be a class of the images
     in the folder `root`."""
-    if not root.is_dir() or root.resolve() not in output.resolve().parents:
-        return
-    if not find_split_folders(root) and find_table(root) is None:
+    is_inside = root.is_dir() and root.resolve() in output.resolve().parents
+    if is_inside and not find_split_folders(root) and find_table(root) is None:
         raise ValueError(
             f"--output {output} is inside the images, {root}, and would be taken for a class"
             "; choose another --output"

@@ -49,7 +49,7 @@ def find_imagenette(request: Request) -> Listing:
     # the folder itself, or the place where the download was unpacked
     places = filter(Path.is_dir, (folder, *sorted(folder.glob("imagenette2*"))))
     wanted = {"train", "validation"}
-    copy = next((each for each in places if wanted <= find_split_folders(each).keys()), None)
+    copy = next((each for each in places if wanted <= set(find_split_folders(each).values())), None)
     if copy is None:
         # takes seconds to import
         from torchvision.datasets import Imagenette

@@ -11,6 +11,7 @@ import os
 import posixpath
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -51,19 +52,11 @@ def find_table(root: Path) -> Path | None:
 
 def read_table(path: Path) -> tuple[dict[int, Row], list[str]]:
     """Read a table: UTF-8, UTF-16 with its mark, or Windows-1252. The first line is the header, and
-    the sign that is most frequent in it divides the columns.
-
-    Returns:
-        Number of the line of each row → its values by their columns; and warnings for the user.
-
-    Raises:
-        ValueError: It is damaged.
-    """
+    the sign that is most frequent in it divides the columns. Return the number of the line of each
+    row → its values by their columns, and warnings. Raises ValueError for a damaged one."""
     content = path.read_bytes()
     notes = []
     is_utf16 = content[:2] in (b"\xff\xfe", b"\xfe\xff")
-    if b"\0" in content and not is_utf16:
-        raise ValueError(f"{path} holds zero bytes, no text; save it as CSV (UTF-8)")
     try:
         text = content.decode("utf-16" if is_utf16 else "utf-8-sig")
     except UnicodeDecodeError:
@@ -84,22 +77,23 @@ def read_table(path: Path) -> tuple[dict[int, Row], list[str]]:
 
 
 def _parse_csv(text: str) -> Iterator[tuple[int, Row]]:
-    header = text.strip().partition("\n")[0]
+    header = text.partition("\n")[0]
     delimiter = max(",;\t|", key=header.count)
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
+    reader = csv.DictReader(io.StringIO(text, newline=""), restval="", delimiter=delimiter)
     # spaces around values count nowhere
-    columns = [name.strip() for name in next(filter(None, reader), [])]
+    columns = [name.strip() for name in reader.fieldnames or ()]
     if len(set(columns)) < len(columns):
         raise ValueError(f"two columns of {shorten(header)} have one name; rename one")
-    for fields in reader:
-        if len(fields) > len(columns):
+    for row in reader:
+        # where the reader puts values that are too many
+        if None in row:
             raise ValueError(
-                f"line {reader.line_num} has {len(fields)} values and the header {len(columns)}"
+                f"line {reader.line_num} has more values than the header"
                 f" ({shorten(header, 100)}); quote values that hold {delimiter!r}"
             )
-        if any(fields):
-            padded = [*map(str.strip, fields), *[""] * (len(columns) - len(fields))]
-            yield reader.line_num, dict(zip(columns, padded, strict=True))
+        if any(row.values()):
+            values = map(str.strip, row.values())
+            yield reader.line_num, dict(zip(columns, values, strict=True))
 
 
 def _parse_json(text: str) -> Iterator[tuple[int, Row]]:
@@ -234,11 +228,10 @@ def _read_label(row: Row, columns: Sequence[str], *, several: bool) -> Any:
     anything else."""
     value = row.get(columns[0])
     if len(columns) > 1:
-        marks = {name: str(row.get(name)).strip().lower() for name in columns}
-        for name, mark in marks.items():
-            if mark not in _MARKS:
-                raise ValueError(f"{name} is {shorten(mark, 30)!r}, not 0 or 1")
-        value = [name for name, mark in marks.items() if _MARKS[mark]]
+        marks = [_MARKS.get(str(row.get(name)).strip().lower()) for name in columns]
+        if None in marks:
+            raise ValueError(f"{columns[marks.index(None)]} is not 0 or 1")
+        value = list(compress(columns, marks))
         if not several:
             if len(value) != 1:
                 found = " and ".join(value) or "no class"
