@@ -68,14 +68,6 @@ def test_flat_pictures_are_no_lookalikes() -> None:
     assert find_duplicates(hashes(flat[:2]), hashes(flat))[0].tolist() == [[0, 0], [1, 1]]
 
 
-def test_empty_sets_have_no_duplicates() -> None:
-    none = (np.zeros(0, np.uint64), np.zeros(0, np.uint64))
-    some = hashes([picture(0)])
-    for left, right in ((none, some), (some, none)):
-        exact, near = find_duplicates(left, right)
-        assert exact.shape == near.shape == (0, 2)
-
-
 def test_moderate_crops_are_found() -> None:
     training = [picture(seed, size=200) for seed in range(300)]
     # 5 % of width and height

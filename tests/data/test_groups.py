@@ -225,19 +225,3 @@ def test_groups_come_from_folders_an_expression_or_a_table(tmp_path: Path) -> No
     assert sum(map(len, bursts)) == 12
     assert "12 groups stay whole" in splits.describe_splits()
     table.unlink()
-
-
-def test_a_wrong_expression_is_refused_before_images_are_listed() -> None:
-    with pytest.raises(ValueError, match=r"data\.group_by .* is not a regular expression"):
-        ImageRule(group_by="(" + "a" * 10_000)
-
-
-def test_a_thumbnail_has_the_hashes_of_its_own_kind(tmp_path: Path) -> None:
-    save_bursts(tmp_path, num_bursts=2, suffix="jpg")
-    dataset = open_dataset("folder", root=tmp_path).split("all")
-    first = hash_images(dataset, tmp_path / "cache")
-    assert (hash_images(dataset, tmp_path / "cache") == first).all()
-    Path(tmp_path / dataset.ids[0]).write_bytes(b"broken")
-    broken = hash_images(dataset, tmp_path / "cache")
-    assert broken[1, 0] == 0
-    assert (broken[:, 1:] == first[:, 1:]).all()

@@ -1,6 +1,5 @@
 """Splits are stratified, disjoint and stable; folders and published sets are found in their layout."""
 
-import os
 import pickle
 import socket
 from collections import Counter
@@ -103,40 +102,31 @@ def test_mistakes_get_a_sentence_with_the_value(
 # --- folders --------------------
 
 
-def test_split_folders_are_the_splits(make_folder: MakeFolder) -> None:
-    dataset = open_dataset("folder", root=make_folder(*grid("train", "valid", "test")))
-    for split, folder in (("train", "train"), ("validation", "valid"), ("test", "test")):
-        source = dataset.split(split)
-        assert list(source.ids) == sorted(grid(folder))
-        assert source.class_names == ("cat", "dog")
-        assert source.labels.tolist() == [0] * 10 + [1] * 10
-    assert len(dataset.split("all")) == 60
-    assert dataset.describe_splits() == [
-        "test is a split of the data",
-        "validation is a split of the data",
-    ]
-
-
-def test_val_without_test_is_the_test_split_and_validation_comes_out_of_train(
-    make_folder: MakeFolder,
+@pytest.mark.parametrize(
+    ("folders", "counts", "sentences"),
+    [
+        (["train", "valid", "test"], [20, 20, 20], ["test is a split of the data"]),
+        # ImageNet's val
+        (["train", "val"], [18, 2, 20], ["validation is 10 % of the training images (seed 0)"]),
+        (["."], [14, 2, 4], ["test is 20 % of the training images (seed 0)"]),
+    ],
+)
+def test_what_a_folder_lacks_is_held_out_of_the_training_images(
+    make_folder: MakeFolder, folders: list[str], counts: list[int], sentences: list[str]
 ) -> None:
-    dataset = open_dataset("folder", root=make_folder(*grid("train", "val")))
-    test, held = dataset.split("test"), dataset.split("validation")
-    assert list(test.ids) == sorted(grid("val"))
-    assert all(name.startswith("train/") for name in held.ids)
-    assert Counter(held.labels.tolist()) == {0: 1, 1: 1}
-    assert "val is the test split; validation images are held out of the others" in test.notes
-
-
-def test_one_folder_of_classes_is_split_three_ways(make_folder: MakeFolder) -> None:
-    dataset = open_dataset("folder", root=make_folder(*grid(".")))
-    splits = [set(dataset.split(split).ids) for split in ("train", "validation", "test")]
-    assert [len(ids) for ids in splits] == [14, 2, 4]
-    assert len(set.union(*splits)) == 20
-    assert dataset.describe_splits() == [
-        "test is 20 % of the training images (seed 0)",
-        "validation is 10 % of the rest (seed 0)",
-    ]
+    dataset = open_dataset("folder", root=make_folder(*grid(*folders)))
+    splits = [dataset.split(split) for split in ("train", "validation", "test")]
+    assert [len(split) for split in splits] == counts
+    assert len({image_id for split in splits for image_id in split.ids}) == sum(counts)
+    assert len(dataset.split("all")) == sum(counts)
+    for split in splits:
+        assert split.class_names == ("cat", "dog")
+        assert Counter(split.labels.tolist()) == dict.fromkeys((0, 1), len(split) // 2)
+    assert set(sentences) <= set(dataset.describe_splits())
+    is_imagenet = "val" in folders
+    assert ("val is the test split" in " ".join(splits[2].notes)) == is_imagenet
+    if folders != ["."]:
+        assert list(splits[2].ids) == sorted(grid(folders[-1]))
 
 
 def test_images_are_read_below_class_folders_at_any_depth_in_any_process(
@@ -166,25 +156,6 @@ def test_imagenette_is_found_at_its_root_or_above_it_and_has_names(make_folder: 
     for names in (["tench", "parachute"], ["n03888257", "n01440764"]):
         chosen = open_dataset("imagenette", root=root, classes=names).split("train")
         assert chosen.class_names == ("tench", "parachute")
-
-
-def test_each_folder_is_walked_once_whatever_is_asked(
-    make_folder: MakeFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    root = make_folder(*grid("train", "val"))
-    walked: Counter[str] = Counter()
-    scan = os.scandir
-
-    def counting(top: str) -> Any:
-        walked[str(top)] += 1
-        return scan(top)
-
-    monkeypatch.setattr(os, "scandir", counting)
-    dataset = open_dataset("folder", root=root)
-    for split in ("train", "validation", "test", "all") * 2:
-        dataset.split(split)
-    assert set(walked.values()) == {1}
-    assert len(walked) == 4
 
 
 # --- what a trained model is used on --------------------

@@ -65,36 +65,32 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # ---- tables of named programs. Fields of a row: p path, b path of Windows, f name of the file, s its
-# stem, l class, c its number, g a group, n the row's number
+# stem, l class, g a group, n the row's number
 
 PROGRAMS: dict[str, tuple[str, str, dict[str, str]]] = {
     "Excel, German": ("Datei;Gewicht;Art", "{b};12,5;{l}", {"encoding": "cp1252"}),
     "Excel, Unicode text": ("Datei\tKlasse", "{p}\t{l}", {"encoding": "utf-16", "suffix": ".txt"}),
     "R, write.csv": ('"","path","label"', '"{n}","{p}","{l}"', {}),
-    "R, write.table": ('"path" "label"', '"{n}" "{p}" "{l}"', {"suffix": ".txt"}),
     "pandas, index": (",path,label", "{n},{p},{l}", {}),
     "SPSS": ("Bild;Label;Alter", "{p};{l};{n},00", {"encoding": "utf-8-sig", "end": "\r\n"}),
-    "Stata": ("path,species,species_code", "{p},{l},{c}", {}),
+    "Stata": ("path,species,species_code", "{p},{l},{n}", {}),
     "SQLite, list": ("id|path|label", "{n}|{p}|{l}", {}),
+    "decimal commas": ("path;label;x;y", "{p};{l};0,5;1,5", {}),
     "Markdown": ("| path | label |\n|---|---|", "| {p} | {l} |", {"suffix": ".txt"}),
     "Camelot": ("Absolute Path,Site Name,Species", "{p},S{g},{l}", {}),
     "Timelapse": ("File,RelativePath,DateTime,Species,Count", "{f},images,2026-01-01,{l},1", {}),
     "HAM10000": ("lesion_id,image_id,dx,sex", "L{g},{s},{l},male", {}),
     "fastai": ("name,label", "{f},{l}", {}),
-    "AutoML of Google": ("path,label", "gs://bucket/photos/{p},{l}", {}),
     "SageMaker": (
         "",
         '{{"source-ref": "s3://b/photos/{p}", "class": "{l}"}}',
         {"suffix": ".jsonl"},
     ),
     "absolute paths of Windows": ("path,label", "D:\\data\\photos\\images\\{f},{l}", {}),
-    "tabs, no header": ("", "{p}\t{l}", {"suffix": ".tsv"}),
     "newlines in quotes": ("path,comment,label", '{p},"two\nlines",{l}', {}),
     "UTF-32": ("path,label", "{p},{l}", {"encoding": "utf-32"}),
     "comments above": ("# by me\n# 2026\npath,label", "{p},{l}", {}),
-    "decimal commas": ("path;label;x;y", "{p};{l};0,5;1,5", {}),
     "old Macs": ("path,label", "{p},{l}", {"encoding": "mac_roman"}),
-    "iNaturalist": ("id,image_url,common_name", "9{n},https://x/9/{n}.jpg,{l}", {}),
     "Zooniverse": ("image,annotations", '{f},"[{{""value"":""{l}""}}]"', {}),
 }
 
@@ -108,7 +104,7 @@ def fill(
         lines.append(
             row.format(
                 p=path, b=path.replace("/", "\\"), f=Path(path).name, s=Path(path).stem, l=label,
-                c=ANIMALS.index(label), g=number % 4, n=number,
+                g=number % 4, n=number,
             )
         )  # fmt: skip
     return (end.join(lines) + end).encode(encoding)
