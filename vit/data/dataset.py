@@ -13,15 +13,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from vit.data.images import UNREADABLE
 from vit.data.label_sets import count_labels, number_label_sets
 from vit.data.sources.base import ImageReader, Root
 from vit.runtime.arguments import shorten
 from vit.runtime.files import expand_home
 from vit.runtime.patterns import search_group
 
-# unreadable images that an error names
-_MAX_NAMED = 10
 # fields of `ImageRule` that are for folders and tables alone
 LABEL_FIELDS = ("label_by", "path_column", "label_column", "split_column", "group_column")
 
@@ -163,13 +160,10 @@ def check_unreadable(unreadable: Sequence[tuple[str, str]], count: int, fraction
     """Raise ValueError if more than a fraction of `count` images can't be read, or none can, from
     their ids and reasons."""
     if len(unreadable) > fraction * count or len(unreadable) == count:
-        named = [
-            f"{name}: {reason.partition(UNREADABLE)[2] or reason}"
-            for name, reason in unreadable[:_MAX_NAMED]
-        ]
+        name, reason = unreadable[0]
         raise ValueError(
             f"{len(unreadable)} of {count} images can't be read, more than the allowed fraction of"
-            f" {fraction}; the first are {', '.join(named)}"
+            f" {fraction}; the first is {name}: {reason}"
         )
 
 

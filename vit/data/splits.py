@@ -70,15 +70,13 @@ class DatasetSplits:
         own = self.own_splits
         if name == "all" or (name in own and name != "train"):
             dataset = replace(self._take(name), split=name)
-        elif "train" not in own:
-            text = f"{self.title} has no {name} split, only {', '.join(own)}"
-            raise ValueError(f"{text}; choose one of these")
-        elif name in self._divided:
+        elif "train" in own and name in self._divided:
             dataset = self._divided[name]
         else:
             raise ValueError(
-                f"the {name} split is empty: no image is held out for it, or all classes have too"
-                " few; choose another split, add images, or give the split a folder"
+                f"the {name} split is empty ({self.title} has {', '.join(own)}): no image is held out"
+                " for it, or all classes have too few; choose another split, add images, or give the"
+                " split a folder"
             )
         return correct_labels(dataset, self.corrections)
 
@@ -229,14 +227,12 @@ def number_listing(
     if classes is not None:
         aliases = name_classes(names, {**find_wordnet_names(names), **(class_names or {})})
         kept = choose_classes(names, classes, aliases)
+    chosen = np.arange(len(ids))
     if are_sets:
-        labels = mark_labels(listing.labels, names)
-        labels = labels[:, [names.index(name) for name in kept]]
-        chosen = np.arange(len(labels))
+        labels = mark_labels(listing.labels, names)[:, [names.index(name) for name in kept]]
     else:
-        # -1 for classes that are left out
-        place_of = dict.fromkeys(names, -1) | {name: place for place, name in enumerate(kept)}
-        labels = np.array([place_of[label] for label in listing.labels], dtype=np.int64)
+        place_of = {name: place for place, name in enumerate(kept)}
+        labels = np.array([place_of.get(label, -1) for label in listing.labels], dtype=np.int64)
         chosen = np.flatnonzero(labels >= 0)
         unknown = np.setdiff1d(labels[chosen], labels[splits == "train"])
         if len(unknown) and "train" in splits:

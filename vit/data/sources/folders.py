@@ -61,10 +61,6 @@ def find_class_folders(name: str, root: Path, classes: Sequence[str] | None) -> 
         ValueError: There are no images, or a folder may be a split or a class.
     """
     split_of = find_split_folders(root)
-    # the training images say which classes there are
-    first = next(iter(split_of.values()), "train")
-    if "train" in split_of.values():
-        first = "train"
     unused: list[str] = []
     notes: list[str] = []
     # path of each image → its class and its split
@@ -84,10 +80,13 @@ def find_class_folders(name: str, root: Path, classes: Sequence[str] | None) -> 
         for class_name in class_names:
             files = list_below(folder / class_name)
             images = [file for file in files if is_image_name(file)]
-            others = describe_unused(set(files) - set(images))
-            unused += set(files) - set(images)
-            if not images and split == first and (classes is None or class_name in classes):
-                held = "; ".join([f"{folder / class_name} holds no images", *others])
+            others = set(files) - set(images)
+            unused += others
+            # the training images say which classes there are
+            if not images and split == "train" and (classes is None or class_name in classes):
+                held = "; ".join(
+                    [f"{folder / class_name} holds no images", *describe_unused(others)]
+                )
                 raise ValueError(f"{held}; remove it, or name others in data.classes")
             start = posixpath.join(name_of_split, class_name)
             found |= {f"{start}/{image}": (class_name, split) for image in images}
@@ -109,7 +108,7 @@ def find_class_folders(name: str, root: Path, classes: Sequence[str] | None) -> 
 
 
 def _check_others(root: Path, known: list[str]) -> None:
-    """Raise ValueError if there are folders of images beside those that are named like splits."""
+    """Raise ValueError for folders of images beside those that are named like splits."""
     others = [
         name
         for name in list_classes(root)

@@ -1,4 +1,4 @@
-"""Tables of image files and their classes: CSV with a header, or JSON Lines.
+"""CSV tables of image files and their classes.
 
 A table is read as it is written. A column with another name than the known ones is named by the
 user, and an image is found by its path, its file name, or its name without the suffix.
@@ -6,14 +6,12 @@ user, and an image is found by its path, its file name, or its name without the 
 
 import csv
 import io
-import json
 import os
 import posixpath
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import compress
+from itertools import chain, compress
 from pathlib import Path
-from typing import Any
 
 from vit.data.dataset import ImageRule
 from vit.data.images import is_image_name
@@ -27,9 +25,9 @@ from vit.data.sources.base import (
 )
 from vit.runtime.arguments import check_choice, shorten
 
-_SUFFIXES = (".csv", ".tsv", ".txt", ".jsonl")
+_SUFFIXES = (".csv", ".tsv", ".txt")
 # files that are the table of their folder, whatever else is there
-_NAMES = ("labels.csv", "metadata.csv", "metadata.jsonl")
+_NAMES = ("labels.csv", "metadata.csv")
 # names that columns may have, in small letters
 _PATHS = ("path", "filename", "file_name", "file", "image", "image_path", "img")
 _LABELS = ("label", "labels", "class", "category", "species", "target", "class_name")
@@ -37,7 +35,8 @@ _MARKS = {"0": False, "0.0": False, "false": False, "1": True, "1.0": True, "tru
 # wrong rows that a message names
 _MAX_LISTED = 10
 
-Row = Mapping[str, Any]
+# values of a row by their columns
+Row = Mapping[str, str]
 
 
 def is_table(path: Path) -> bool:
@@ -53,84 +52,63 @@ def find_table(root: Path) -> Path | None:
 def read_table(path: Path) -> tuple[dict[int, Row], list[str]]:
     """Read a table: UTF-8, UTF-16 with its mark, or Windows-1252. The first line is the header, and
     the sign that is most frequent in it divides the columns. Return the number of the line of each
-    row → its values by their columns, and warnings. Raises ValueError for a damaged one."""
+    row → the row, and warnings. Raises ValueError for a damaged one."""
     content = path.read_bytes()
     notes = []
-    is_utf16 = content[:2] in (b"\xff\xfe", b"\xfe\xff")
     try:
+        is_utf16 = content.startswith((b"\xff\xfe", b"\xfe\xff"))
         text = content.decode("utf-16" if is_utf16 else "utf-8-sig")
     except UnicodeDecodeError:
         text = content.decode("cp1252", "replace")
         notes = [f"{path.name} is not UTF-8 and was read as Windows-1252; check accented letters"]
-    parse = _parse_json if path.suffix.lower() == ".jsonl" else _parse_csv
+    header = shorten(text.partition("\n")[0], 100)
+    delimiter = max(",;\t|", key=text.partition("\n")[0].count)
+    reader = csv.DictReader(io.StringIO(text, newline=""), restval="", delimiter=delimiter)
     rows: dict[int, Row] = {}
     try:
-        for line, row in parse(text):
-            rows[line] = row
-    except (ValueError, csv.Error, RecursionError) as error:
-        raise ValueError(
-            f"{path} can't be read after line {max(rows, default=1)}: {error}"
-        ) from error
-    if not rows:
-        raise ValueError(f"{path} holds no rows below its first line")
+        # spaces around values count nowhere
+        columns = [name.strip() for name in reader.fieldnames or ()]
+        if len(set(columns)) < len(columns):
+            raise ValueError(f"two columns of {header} have one name; rename one")
+        for row in reader:
+            # where the reader puts values that are too many
+            if None in row:
+                text = f"line {reader.line_num} has more values than the header ({header})"
+                raise ValueError(f"{text}; quote values that hold {delimiter!r}")
+            if any(row.values()):
+                values = map(str.strip, row.values())
+                rows[reader.line_num] = dict(zip(columns, values, strict=True))
+        if not rows:
+            raise ValueError("there are no rows below")
+    except (ValueError, csv.Error) as error:
+        line = max(rows, default=1)
+        raise ValueError(f"{path} can't be read after line {line}: {error}") from error
     return rows, notes
-
-
-def _parse_csv(text: str) -> Iterator[tuple[int, Row]]:
-    header = text.partition("\n")[0]
-    delimiter = max(",;\t|", key=header.count)
-    reader = csv.DictReader(io.StringIO(text, newline=""), restval="", delimiter=delimiter)
-    # spaces around values count nowhere
-    columns = [name.strip() for name in reader.fieldnames or ()]
-    if len(set(columns)) < len(columns):
-        raise ValueError(f"two columns of {shorten(header)} have one name; rename one")
-    for row in reader:
-        # where the reader puts values that are too many
-        if None in row:
-            raise ValueError(
-                f"line {reader.line_num} has more values than the header"
-                f" ({shorten(header, 100)}); quote values that hold {delimiter!r}"
-            )
-        if any(row.values()):
-            values = map(str.strip, row.values())
-            yield reader.line_num, dict(zip(columns, values, strict=True))
-
-
-def _parse_json(text: str) -> Iterator[tuple[int, Row]]:
-    for number, line in enumerate(text.splitlines(), 1):
-        if line.strip():
-            row = json.loads(line)
-            if not isinstance(row, dict):
-                raise ValueError(f'line {number} is not an object such as {{"path": "a.jpg"}}')
-            yield number, row
 
 
 def list_table(path: Path, rule: ImageRule) -> Listing:
     """List the images of a table, which lie below its folder. Raises ValueError for wrong rows, with
     the numbers of their lines."""
     rows, notes = read_table(path)
-    known = _list_columns(rows)
+    known = list(next(iter(rows.values())))
     used = _find_columns(path, known, rule)
     ways = [f"{what} in {', '.join(map(repr, names))}" for what, names in used.items() if names]
     way = f"{path.name}: {', '.join(ways)}"
-    unread = [name for name in known if not any(name in names for names in used.values())]
+    unread = [name for name in known if name not in chain(*used.values())]
     if unread:
         way += f"; columns not read: {shorten(', '.join(unread))}"
 
     (image,), labels, split, group = used.values()
-    # lists of labels in one row say that all rows have several
-    has_lists = any(isinstance(row.get(labels[0]), list) for row in rows.values())
-    several = has_lists or rule.task == "multilabel"
     files = list_below(path.parent)
     find_file = _make_finder(path.parent, files)
     problems: list[str] = []
     # file → the line of its first row, its class or labels, and its split
-    found: dict[str, tuple[int, Any, str]] = {}
+    found: dict[str, tuple[int, str | tuple[str, ...], str]] = {}
     for line, row in rows.items():
         try:
-            file = find_file(str(row.get(image) or ""))
-            label = _read_label(row, labels, several=several)
-            name = str(row.get(split[0]) or "").strip().lower() if split else "train"
+            file = find_file(row[image])
+            label = _read_label(row, labels, several=rule.task == "multilabel")
+            name = row[split[0]].lower() if split else "train"
             check_choice(name, SPLIT_OF, name="split")
             first, *others = found.setdefault(file, (line, label, SPLIT_OF[name]))
             if others != [label, SPLIT_OF[name]]:
@@ -145,7 +123,10 @@ def list_table(path: Path, rule: ImageRule) -> Listing:
             f" {way}"
         )
     kept = {file: rows[line] for file, (line, _, _) in found.items()}
-    given = [str(row.get(name) or "") for name in group for row in kept.values()]
+    groups = None
+    if any(row[name] for name in group for row in kept.values()):
+        # an image without a group is one
+        groups = [row[group[0]] or file for file, row in kept.items()]
     return Listing(
         name="folder",
         origin=str(path),
@@ -154,36 +135,28 @@ def list_table(path: Path, rule: ImageRule) -> Listing:
         splits=[name for _, _, name in found.values()],
         # the splits that a table names stay as they are
         keeps_validation=bool(split),
-        # an image without a group is one
-        groups=[name or file for name, file in zip(given, kept, strict=True)]
-        if any(given)
-        else None,
+        groups=groups,
         rows=kept,
         read=[way, *describe_unused(set(files) - {path.name, *found})],
         notes=notes,
     )
 
 
-def _list_columns(rows: Mapping[int, Row]) -> list[str]:
-    return list(dict.fromkeys(name for row in rows.values() for name in row))
-
-
 def _find_columns(path: Path, columns: Sequence[str], rule: ImageRule) -> dict[str, list[str]]:
     """Find the columns that the user names, or those with known names: what they hold → columns.
     Raises ValueError if one is missing, or several have known names."""
 
-    def find(given: str | None, known: Sequence[str]) -> list[str]:
+    def find(given: str | None, known: Sequence[str], *, optional: bool = False) -> list[str]:
         found = [name for name in columns if name.lower() in known]
         if given is not None:
             found = [name for name in columns if name == given]
-        # a table without splits or groups has none
-        if len(found) != 1 and (found or given is not None or len(known) > 1):
-            text = " and ".join(map(repr, found)) or f"no column {given or ', '.join(known)}"
-            raise ValueError(
-                f"{path} has {text}; its columns are {shorten(', '.join(map(repr, columns)), 300)};"
-                f" name the right one with --{known[0]}-column"
-            )
-        return found
+        if len(found) == 1 or (optional and given is None and not found):
+            return found
+        text = " and ".join(map(repr, found)) or f"no column {given or ', '.join(known)}"
+        raise ValueError(
+            f"{path} has {text}; its columns are {shorten(', '.join(map(repr, columns)), 300)}; name"
+            f" the right one with --{known[0]}-column"
+        )
 
     marks = [rule.label_column]
     if rule.label_column is not None and rule.label_column not in columns:
@@ -192,8 +165,8 @@ def _find_columns(path: Path, columns: Sequence[str], rule: ImageRule) -> dict[s
     return {
         "images": find(rule.path_column, _PATHS),
         "classes": [name for mark in marks for name in find(mark, _LABELS)],
-        "split": find(rule.split_column, ("split",)),
-        "group": find(rule.group_column, ("group",)),
+        "split": find(rule.split_column, ("split",), optional=True),
+        "group": find(rule.group_column, ("group",), optional=True),
     }
 
 
@@ -223,29 +196,26 @@ def _make_finder(root: Path, files: Sequence[str]) -> Callable[[str], str]:
     return find
 
 
-def _read_label(row: Row, columns: Sequence[str], *, several: bool) -> Any:
+def _read_label(row: Row, columns: Sequence[str], *, several: bool) -> str | tuple[str, ...]:
     """Return the class of a row, or its labels if an image may have several. Raises ValueError for
     anything else."""
-    value = row.get(columns[0])
+    value = row[columns[0]]
+    # several labels in one text have | between them
+    labels = [text for part in value.split("|") if (text := part.strip())]
     if len(columns) > 1:
-        marks = [_MARKS.get(str(row.get(name)).strip().lower()) for name in columns]
+        marks = [_MARKS.get(row[name].lower()) for name in columns]
         if None in marks:
             raise ValueError(f"{columns[marks.index(None)]} is not 0 or 1")
-        value = list(compress(columns, marks))
-        if not several:
-            if len(value) != 1:
-                found = " and ".join(value) or "no class"
-                raise ValueError(f"{found} is 1; keep one class, or set data.task=multilabel")
-            return value[0]
+        labels = list(compress(columns, marks))
+        value = labels[0] if len(labels) == 1 else ""
     if several:
-        # several labels in one text have | between them
-        parts = value if isinstance(value, list) else str(value or "").split("|")
-        if not all(isinstance(part, str | int) for part in parts):
-            raise ValueError(f"{shorten(repr(value), 60)} is not a list of labels")
-        return tuple(text for part in parts if (text := str(part).strip()))
-    if value == "" or isinstance(value, bool) or not isinstance(value, str | int):
-        raise ValueError(f"label {shorten(repr(value), 60)} is no text or whole number")
-    return str(value)
+        return tuple(labels)
+    if not value:
+        raise ValueError(
+            f"it has {' and '.join(labels) or 'no class'}; keep one class, or set"
+            " data.task=multilabel"
+        )
+    return value
 
 
 def list_table_images(path: Path) -> Iterator[str]:
@@ -253,12 +223,12 @@ def list_table_images(path: Path) -> Iterator[str]:
     written where there is no such file. Raises ValueError if it is no table, or no column names
     images."""
     rows, _ = read_table(path)
-    columns = [name for name in _list_columns(rows) if name.lower() in _PATHS]
+    columns = [name for name in next(iter(rows.values())) if name.lower() in _PATHS]
     if not columns:
         raise ValueError(f"{path} has no column {', '.join(_PATHS)}; name one so")
     find_file = _make_finder(path.parent, list_below(path.parent))
     for row in rows.values():
-        written = str(row.get(columns[0]) or "")
+        written = row[columns[0]]
         # reading the file names the fault
         with suppress(ValueError):
             written = find_file(written)
