@@ -2,7 +2,6 @@
 refused by a sentence that says what to do."""
 
 import itertools
-import json
 import re
 from collections import Counter
 from pathlib import Path
@@ -81,11 +80,6 @@ PROGRAMS: dict[str, tuple[str, str, dict[str, str]]] = {
     "Timelapse": ("File,RelativePath,DateTime,Species,Count", "{f},images,2026-01-01,{l},1", {}),
     "HAM10000": ("lesion_id,image_id,dx,sex", "L{g},{s},{l},male", {}),
     "fastai": ("name,label", "{f},{l}", {}),
-    "SageMaker": (
-        "",
-        '{{"source-ref": "s3://b/photos/{p}", "class": "{l}"}}',
-        {"suffix": ".jsonl"},
-    ),
     "absolute paths of Windows": ("path,label", "D:\\data\\photos\\images\\{f},{l}", {}),
     "newlines in quotes": ("path,comment,label", '{p},"two\nlines",{l}', {}),
     "UTF-32": ("path,label", "{p},{l}", {"encoding": "utf-32"}),
@@ -200,7 +194,7 @@ def test_every_wrong_row_is_named_by_its_line_ten_at_most(tmp_path: Path) -> Non
     table = write(tmp_path / "t.csv", f"path,label\n{rows}")
     with pytest.raises(
         ValueError,
-        match=r"line 3: label '' .*line 4: 0.png has another class .*in line 2; line 5: gone0",
+        match=r"line 3: it has no class; .*line 4: 0.png has another class .*in line 2; line 5: gone0",
     ) as caught:
         read(table)
     assert "12 rows more" in str(caught.value)
@@ -234,14 +228,6 @@ def test_several_labels_are_read_where_the_user_says_so(
         # without a word they are names of classes
         write(table, text.replace("2.png,\n", ""))
         assert set(read(table).values()) == {"a|b", "b"}
-
-
-def test_lists_of_json_are_several_labels(tmp_path: Path) -> None:
-    save_all(tmp_path, "0.png", "1.png")
-    rows = [{"path": "0.png", "label": ["a", "b"]}, {"path": "1.png", "label": []}]
-    table = write(tmp_path / "t.jsonl", "\n".join(map(json.dumps, rows)))
-    dataset = open_place(table).split("all")
-    assert name_labels(dataset) == ["a, b", "no label"]
 
 
 @pytest.mark.parametrize(
@@ -330,6 +316,6 @@ def test_whole_numbers_are_ordered_as_numbers(tmp_path: Path) -> None:
     numbers = tuple(map(str, range(12)))
     save_all(tmp_path, *grid(*(f"photos/{number}" for number in numbers)))
     assert open_place(tmp_path / "photos").split("train").class_names == numbers
-    rows = [json.dumps({"path": f"photos/{n}/0.png", "label": n}) for n in range(12)]
-    table = write(tmp_path / "t.jsonl", "\n".join(rows))
+    rows = [f"photos/{n}/0.png,{n}" for n in range(12)]
+    table = write(tmp_path / "t.csv", "\n".join(["path,label", *rows]))
     assert open_place(table).split("all").class_names == numbers

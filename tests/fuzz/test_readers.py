@@ -4,7 +4,6 @@ damaged ones a right result or one sentence, without starting a program."""
 import csv
 import gzip
 import io
-import json
 import random
 import sys
 import tarfile
@@ -114,16 +113,6 @@ def write_table(root: Path, truth: dict[str, str], rng: random.Random) -> Place:
     return path, "folder", {}
 
 
-def write_json_lines(root: Path, truth: dict[str, str], rng: random.Random) -> Place:
-    lines = []
-    for number, label in truth.items():
-        (root / f"{number}.png").write_bytes(encode(number))
-        lines.append(json.dumps({"path": f"{number}.png", "species": label}))
-    path = root / "metadata.jsonl"
-    path.write_text("\n".join(lines))
-    return path, "folder", {}
-
-
 def write_folders(root: Path, truth: dict[str, str], rng: random.Random) -> Place:
     for number, label in truth.items():
         path = root / label / rng.choice(["", "deeper"]) / f"{number}.png"
@@ -181,7 +170,7 @@ def write_idx(root: Path, truth: dict[str, str], rng: random.Random) -> Place:
 
 
 WRITERS: list[Callable[[Path, dict[str, str], random.Random], Place]] = [
-    *(write_table, write_json_lines, write_folders, write_names),
+    *(write_table, write_folders, write_names),
     *(write_shards, write_parquet, write_idx),
 ]
 

@@ -15,7 +15,7 @@ from PIL import Image
 
 from vit.data.label_sets import count_labels, number_label_sets
 from vit.data.sources.base import ImageReader, Root
-from vit.runtime.arguments import shorten
+from vit.runtime.arguments import check_choice, shorten
 from vit.runtime.files import expand_home
 from vit.runtime.patterns import search_group
 
@@ -170,7 +170,7 @@ def check_unreadable(unreadable: Sequence[tuple[str, str]], count: int, fraction
 @dataclass(frozen=True, kw_only=True)
 class ImageRule:
     """How the class, the group and the split of an image are found: keys of `vit.config.DataConfig`,
-    which explains them. Raises ValueError if `group_by` is a wrong regular expression."""
+    which explains them. Raises ValueError for a wrong task or regular expression."""
 
     label_by: str | None = None
     path_column: str | None = None
@@ -186,6 +186,8 @@ class ImageRule:
 
     def __post_init__(self) -> None:
         # before images are listed
+        if self.task is not None:
+            check_choice(self.task, ("classes", "multilabel"), name="data.task")
         if isinstance(self.group_by, str) and not self.group_by.isdecimal():
             search_group(self.group_by, [], name="data.group_by")
 

@@ -53,7 +53,7 @@ def require_kind(data: object) -> str:
     if kind is None:
         names = list(filter(is_named, SOURCES))
         problem = explain_file(str(data)) or (
-            f"{data} is not a data set ({', '.join(names)}), a table (.csv, .jsonl, .parquet), a"
+            f"{data} is not a data set ({', '.join(names)}), a table (.csv, .parquet), a"
             f" folder or shards (.tar){suggest(str(data), names) or '; check the path'}"
         )
         raise ValueError(f"--data {problem}")
@@ -213,7 +213,7 @@ def open_for_model(
         kind,
         root=root if is_named(kind) else data,
         class_names=mappings.get("class_names"),
-        rule=replace(rule, task=recorded.get("task")),
+        rule=replace(rule, task=rule.task or recorded.get("task")),
     )
     has_test = is_named(kind) or "test" in splits.own_splits
     return replace(splits, default_split="test" if has_test else "all")

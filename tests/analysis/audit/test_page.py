@@ -1,6 +1,5 @@
 """The page of an audit, driven by keys: what is accepted is in the file that it saves."""
 
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -151,14 +150,14 @@ def labelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Image.fromarray(pixels).save(root / f"{number:02}.png")
         # the two labels exchanged, and one label missing
         names = {1: ["blue"], 3: ["red"]}.get(number, names)
-        rows.append(json.dumps({"path": f"{number:02}.png", "labels": names}))
-    (root / "labels.jsonl").write_text("\n".join(rows))
-    return root / "labels.jsonl"
+        rows.append(f"{number:02}.png,{'|'.join(names)}")
+    (root / "labels.csv").write_text("\n".join(["path,labels", *rows]))
+    return root / "labels.csv"
 
 
 @pytest.fixture(scope="module")
 def audited(labelled: Path, weights: Path) -> Any:
-    return vit.audit(labelled, model=weights)
+    return vit.audit(labelled, model=weights, task="multilabel")
 
 
 def test_wrong_and_missing_labels_are_named(audited: Any, labelled: Path, tmp_path: Path) -> None:
@@ -178,7 +177,14 @@ def test_wrong_and_missing_labels_are_named(audited: Any, labelled: Path, tmp_pa
     # as the page saves them
     corrections = tmp_path / "corrections.csv"
     corrections.write_text("path,given,label\n01.png,blue,red\n03.png,red,red|blue\n")
-    config = {"data": {"name": "folder", "root": str(labelled), "corrections": str(corrections)}}
+    config = {
+        "data": {
+            "name": "folder",
+            "root": str(labelled),
+            "corrections": str(corrections),
+            "task": "multilabel",
+        }
+    }
     data = load_config({**config, "data": {**config["data"], "image_size": 16}})
     images = build_dataset(data).split("all")
     marks = {name: images.labels[images.ids.index(name)].tolist() for name in ("01.png", "03.png")}

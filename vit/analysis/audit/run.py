@@ -51,6 +51,7 @@ def audit(
     label_column: str | None = None,
     split_column: str | None = None,
     group_column: str | None = None,
+    task: str | None = None,
     batch_size: int | None = None,
     device: str = "auto",
     precision: str = "auto",
@@ -73,6 +74,7 @@ def audit(
         label_column: See `vit.train`.
         split_column: See `vit.train`.
         group_column: See `vit.train`.
+        task: "multilabel" for a table whose images may have several labels.
         batch_size: See `vit.evaluate`.
         device: See `vit.evaluate`.
         precision: See `vit.evaluate`.
@@ -102,6 +104,7 @@ def audit(
         split_column=split_column,
         group_column=group_column,
         group_by=group_by,
+        task=task,
     )
     check_data(data, dataset, rule)
     if data is None and dataset is None:
