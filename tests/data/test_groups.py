@@ -10,6 +10,7 @@ from PIL import Image
 
 from vit.config import load_config
 from vit.data import groups as groups_module
+from vit.data import splits as splits_module
 from vit.data.dataset import ImageRule
 from vit.data.duplicates import find_pairs
 from vit.data.groups import choose_whole_groups, find_groups, hash_images, join_duplicates
@@ -159,7 +160,8 @@ def test_many_images_are_compared_by_their_bytes_and_the_plan_says_so(
     save_bursts(tmp_path, num_bursts=8)
     copied = sorted((tmp_path / "cat").iterdir())[0]
     shutil.copy(copied, tmp_path / "cat" / "copy.png")
-    monkeypatch.setattr(groups_module, "MAX_COMPARED", 10)
+    for module in (groups_module, splits_module):
+        monkeypatch.setattr(module, "MAX_COMPARED", 10)
     splits = open_dataset("folder", root=tmp_path, rule=ImageRule(group_duplicates=True))
     train = splits.split("train")
     assert len(set(splits.split("train").groups or ())) <= len(train)

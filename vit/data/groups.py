@@ -45,27 +45,6 @@ def find_groups(dataset: ImageDataset, group_by: int | str) -> tuple[str, ...]:
     return tuple(name or image_id for name, image_id in zip(names, dataset.ids, strict=True))
 
 
-def group_copies(
-    dataset: ImageDataset, cache_dir: Path, *, num_splits: int
-) -> tuple[Sequence[str] | None, list[str]]:
-    """Join the groups of images that share an image or a near-copy of one. Return the groups, those
-    of the data set if there are no copies, and sentences about what is, and isn't, kept together."""
-    hashes = hash_images(dataset, cache_dir)
-    groups, num_copies = join_duplicates(
-        dataset.groups or dataset.ids, dataset.strata, hashes, num_splits=num_splits
-    )
-    reasons = []
-    if len(dataset) > MAX_COMPARED:
-        reasons.append(
-            f"of more than {MAX_COMPARED:,} images, copies are found by the bytes of their files"
-            " alone, and near-copies may be on both sides"
-        )
-    if not num_copies:
-        return dataset.groups, reasons
-    reasons.append(f"{num_copies:,} images have a copy or a near-copy, which is on the same side")
-    return groups, reasons
-
-
 def hash_images(dataset: ImageDataset, cache_dir: Path) -> np.ndarray:
     """Compute the hashes of `vit.data.duplicates`, uint64 [2, n], from JPEG files decoded at a
     fraction of their size. The cache keeps them by the bytes of the images. More than 5,000 images

@@ -95,14 +95,14 @@ def open_dataset(
         text = "label_by and the names of columns are for folders and tables"
         raise ValueError(f"{text}, not for data.name={name}; leave them out")
     cache_dir = cache_dir or default_cache_dir()
-    return number_listing(
+    splits = number_listing(
         find(Request(root, classes, cache_dir, download, rule)),
         rule=rule,
         cache_dir=cache_dir,
-        title=name_data(name, root),
         classes=classes,
         class_names=class_names,
     )
+    return replace(splits, title=name_data(name, root))
 
 
 def name_data(name: str, root: str | Path | None) -> str:
@@ -124,17 +124,12 @@ def open_passed(
     """Open images that are passed from Python, see `find_python_objects`. With the classes of a model
     that is evaluated on them, images in no dictionary are the split "test"."""
     split = "train" if model_classes is None else "test"
-    splits = number_listing(
-        find_python_objects(
-            dataset, class_names, split=split, model_classes=model_classes, task=rule.task
-        ),
-        rule=rule,
-        cache_dir=cache_dir or default_cache_dir(),
-        default_split="validation",
+    listing = find_python_objects(
+        dataset, class_names, split=split, model_classes=model_classes, task=rule.task
     )
-    if model_classes is not None and "test" in splits.own_splits:
-        return replace(splits, default_split="test")
-    return splits
+    splits = number_listing(listing, rule=rule, cache_dir=cache_dir or default_cache_dir())
+    has_test = model_classes is not None and "test" in splits.own_splits
+    return replace(splits, default_split="test" if has_test else "validation")
 
 
 def open_for_model(

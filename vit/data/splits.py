@@ -22,7 +22,14 @@ from vit.data.class_names import (
 )
 from vit.data.corrections import correct_labels
 from vit.data.dataset import ImageDataset, ImageRule
-from vit.data.groups import choose_whole_groups, find_groups, group_copies, rank_names
+from vit.data.groups import (
+    MAX_COMPARED,
+    choose_whole_groups,
+    find_groups,
+    hash_images,
+    join_duplicates,
+    rank_names,
+)
 from vit.data.label_sets import mark_labels
 from vit.data.sources.base import Listing
 from vit.runtime.arguments import check_choice, shorten
@@ -147,15 +154,15 @@ class DatasetSplits:
         places = {}
         for split, ids in written.items():
             found = [place_of[image_id] for image_id in ids if image_id in place_of]
+            places[split] = np.array(found, dtype=np.int64)
             text = f"{len(ids):,} {split} images of the training"
-            if not found and ids:
+            if ids and not found:
                 raise ValueError(
                     f"none of the {text} is among those of {self.title}, such as {shorten(ids[0])};"
                     " name other images with --data"
                 )
             if len(found) < len(ids):
                 notes.append(f"{len(ids) - len(found):,} of {text} are missing")
-            places[split] = np.array(found, dtype=np.int64)
         if self.num_trained_on is not None:
             num_new = len(rest) - sum(map(len, places.values())) - self.num_trained_on
             state = "new" if num_new > 0 else "missing"
@@ -188,10 +195,22 @@ class DatasetSplits:
             self._kept_together.append(f"{len(set(dataset.groups)):,} groups stay whole")
         if not self.rule.group_duplicates:
             return dataset
-        # images that aren't split here may be divided into folds
-        num_splits = max(1 + sum(fraction > 0 for fraction in self._held_out.values()), 2)
-        groups, reasons = group_copies(dataset, self.cache_dir, num_splits=num_splits)
-        self._kept_together.extend(reasons)
+        if len(dataset) > MAX_COMPARED:
+            self._kept_together.append(
+                f"of more than {MAX_COMPARED:,} images, copies are found by the bytes of their files"
+                " alone, and near-copies may be on both sides"
+            )
+        groups, num_copies = join_duplicates(
+            dataset.groups or dataset.ids,
+            dataset.strata,
+            hash_images(dataset, self.cache_dir),
+            # images that aren't split here may be divided into folds
+            num_splits=max(1 + sum(fraction > 0 for fraction in self._held_out.values()), 2),
+        )
+        if not num_copies:
+            return dataset
+        text = f"{num_copies:,} images have a copy or a near-copy, which is on the same side"
+        self._kept_together.append(text)
         return replace(dataset, groups=groups)
 
 
@@ -200,8 +219,6 @@ def number_listing(
     *,
     rule: ImageRule,
     cache_dir: Path,
-    title: str = "",
-    default_split: str = "test",
     classes: Sequence[str] | None = None,
     class_names: Mapping[str, str] | None = None,
 ) -> DatasetSplits:
@@ -264,14 +281,13 @@ def number_listing(
     own_splits = dict.fromkeys(splits.tolist())
     chosen = np.concatenate([chosen[splits[chosen] == split] for split in own_splits])
     return DatasetSplits(
-        title=title or listing.name,
+        title=listing.name,
         images=images.subset(chosen),
         marks=splits[chosen],
         rule=rule,
         cache_dir=cache_dir,
         read=listing.read,
         renamed_classes=renamed,
-        default_split=default_split,
     )
 
 

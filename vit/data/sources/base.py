@@ -220,14 +220,10 @@ def read_digests(reader: ImageReader, cache_dir: Path) -> np.ndarray:
     return compute_once(path, stats, lambda index: (reader.digest(index),))[:, 0]
 
 
-def relative_path(path: str | Path, root: Path) -> str:
-    """Return a path below a root, with slashes on every system: it is also the name of an image."""
-    return os.path.relpath(path, root).replace(os.sep, "/")
-
-
 def list_below(root: Path) -> list[str]:
-    """List the files below a root by their paths from there, but for folders that systems make."""
-    # cutting texts is many times faster than `relative_path`
+    """List the files below a root by their paths from there, with slashes on every system, but for
+    folders that systems make."""
+    # cutting texts is many times faster than os.path.relpath
     start = len(os.path.join(root, ""))
     return [file[start:].replace(os.sep, "/") for file in list_files(root)]
 

@@ -21,7 +21,6 @@ from vit.data.sources.base import (
     Listing,
     describe_unused,
     list_below,
-    relative_path,
 )
 from vit.runtime.arguments import check_choice, shorten
 
@@ -184,7 +183,7 @@ def _make_finder(root: Path, files: Sequence[str]) -> Callable[[str], str]:
         # most values are paths as they are listed
         path = written
         if path not in known:
-            path = relative_path(root / written.replace("\\", "/"), root)
+            path = os.path.relpath(root / written.replace("\\", "/"), root).replace(os.sep, "/")
         found = [path] if path in known else by_name.get(written, [])
         shown = shorten(written, 60) or "nothing"
         if not found:
