@@ -38,8 +38,8 @@ def check_classes(class_names: Collection[str], *, origin: str) -> None:
     if len(class_names) < 2:
         names = shorten(", ".join(map(repr, class_names)) or "none")
         raise ValueError(
-            f"{origin} names fewer than two classes: {names}; name the folder that holds the folders"
-            " of classes, or add images of another class"
+            f"{origin} names fewer than two classes: {names}; name the folder that holds the"
+            " folders of classes, or add images of another class"
         )
 
 

@@ -169,8 +169,9 @@ def check_unreadable(unreadable: Sequence[tuple[str, str]], count: int, fraction
 
 @dataclass(frozen=True, kw_only=True)
 class ImageRule:
-    """How the class, the group and the split of an image are found: keys of `vit.config.DataConfig`,
-    which explains them. Raises ValueError for a wrong task or regular expression."""
+    """How the class, the group and the split of an image are found: keys of
+    `vit.config.DataConfig`, which explains them. Raises ValueError for a wrong task or regular
+    expression."""
 
     label_by: str | None = None
     path_column: str | None = None

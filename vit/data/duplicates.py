@@ -17,15 +17,16 @@ _MIN_SIDE = 16
 
 
 def hash_pixels(image: Image.Image) -> int:
-    """Compute 64 bits of the sha256 of an image's size and pixels, or of its values of more bits."""
+    """Compute 64 bits of the sha256 of an image's size and pixels, or of its values of more
+    bits."""
     digest = hashlib.sha256(f"{image.width}x{image.height}:".encode())
     digest.update(image.values.tobytes() if isinstance(image, DeepImage) else image.tobytes())
     return int.from_bytes(digest.digest()[:8], "little")
 
 
 def compute_dhash(image: Image.Image) -> int:
-    """Compute the 64-bit difference hash (dHash) of an RGB image, which recoding, rescaling and small
-    crops hardly change.
+    """Compute the 64-bit difference hash (dHash) of an RGB image, which recoding, rescaling and
+    small crops hardly change.
 
     32 bits compare each cell of a 4×8 grey grid with its left neighbour, and 32 bits each cell of
     an 8×4 grid with the one above. Below 16 pixels the hash is 0, which `find_duplicates` ignores.

@@ -4,7 +4,7 @@ burst, and copies. Otherwise a test measures how well the model has memorised th
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import numpy as np
 
@@ -31,12 +31,10 @@ def find_groups(dataset: ImageDataset, group_by: int | str) -> tuple[str, ...]:
     """Find the group of each image, by its path: 1 for the name of the folder that it is in, 2 for
     the folder above it, and so on; or a regular expression with one group. An image whose path
     doesn't match is a group of its own. Raises ValueError if none matches."""
-    if isinstance(group_by, str) and not group_by.isdecimal():
-        names = list(search_group(group_by, dataset.ids, name="data.group_by"))
-    else:
-        level = int(group_by)
-        folders = [PurePosixPath(image_id).parts[:-1] for image_id in dataset.ids]
-        names = [parts[-level] if 1 <= level <= len(parts) else None for parts in folders]
+    pattern = str(group_by)
+    if pattern.isdecimal():
+        pattern = f"([^/]+)(?:/[^/]+){{{pattern}}}$"
+    names = search_group(pattern, dataset.ids, name="data.group_by")
     if not any(names):
         raise ValueError(
             f"data.group_by {shorten(repr(group_by))} finds no group in paths such as"

@@ -20,8 +20,8 @@ def count_labels(labels: np.ndarray, num_classes: int) -> np.ndarray:
 
 
 def mark_labels(label_sets: Sequence[Sequence[str]], class_names: Sequence[str]) -> np.ndarray:
-    """Return which labels each image has, bool [n, C], from their names. Raises ValueError if one is
-    there twice: the list may be a row of 0 and 1."""
+    """Return which labels each image has, bool [n, C], from their names. Raises ValueError if one
+    is there twice: the list may be a row of 0 and 1."""
     places = {name: place for place, name in enumerate(class_names)}
     marks = np.zeros((len(label_sets), len(class_names)), dtype=bool)
     for mark, labels in zip(marks, label_sets, strict=True):
@@ -35,9 +35,9 @@ def mark_labels(label_sets: Sequence[Sequence[str]], class_names: Sequence[str])
 
 
 def number_label_sets(labels: np.ndarray) -> np.ndarray:
-    """Number the sets of labels, bool [n, C], from 0 without gaps, so that splits are stratified over
-    them. A set that few images have counts as its rarest label: otherwise no split but training
-    would get any of the many rare combinations."""
+    """Number the sets of labels, bool [n, C], from 0 without gaps, so that splits are stratified
+    over them. A set that few images have counts as its rarest label: otherwise no split but
+    training would get any of the many rare combinations."""
     _, numbers, counts = np.unique(labels, axis=0, return_inverse=True, return_counts=True)
     numbers = numbers.reshape(-1)
     # the rarest label of each image; an image without labels has C

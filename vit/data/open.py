@@ -70,8 +70,8 @@ def open_dataset(
     download: bool = True,
     cache_dir: Path | None = None,
 ) -> DatasetSplits:
-    """Find a data set by its `data.name`. Raises ValueError if it or a class is unknown, and OSError
-    if the root is missing or a download fails.
+    """Find a data set by its `data.name`. Raises ValueError if it or a class is unknown, and
+    OSError if the root is missing or a download fails.
 
     Args:
         root: Place where the data is or will be downloaded to.
@@ -121,8 +121,8 @@ def open_passed(
     model_classes: Sequence[str] | None = None,
     cache_dir: Path | None = None,
 ) -> DatasetSplits:
-    """Open images that are passed from Python, see `find_python_objects`. With the classes of a model
-    that is evaluated on them, images in no dictionary are the split "test"."""
+    """Open images that are passed from Python, see `find_python_objects`. With the classes of a
+    model that is evaluated on them, images in no dictionary are the split "test"."""
     split = "train" if model_classes is None else "test"
     listing = find_python_objects(
         dataset, class_names, split=split, model_classes=model_classes, task=rule.task
@@ -139,8 +139,8 @@ def open_for_model(
     root: Root = None,
     rule: ImageRule = ImageRule(),  # noqa: B008 (immutable)
 ) -> DatasetSplits:
-    """Open the images on which a trained model is evaluated or explained. Raises ValueError if there
-    are none.
+    """Open the images on which a trained model is evaluated or explained. Raises ValueError if
+    there are none.
 
     The default split is "test", and "all" for files without one: as far as we know, the model has
     seen none of it. Classes get the names that the model has for them. Nothing is downloaded

@@ -39,7 +39,8 @@ SPLITS = ("train", "validation", "test", "all")
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class DatasetSplits:
-    """The splits of a data set. Those that it doesn't have are drawn when one is asked for, once."""
+    """The splits of a data set. Those that it doesn't have are drawn when one is asked for,
+    once."""
 
     # name for readers: that of a named set, or of the folder of own images
     title: str
@@ -70,8 +71,8 @@ class DatasetSplits:
         return list(dict.fromkeys(self.marks.tolist()))
 
     def split(self, name: str | None = None) -> ImageDataset:
-        """Return the images of "train", "validation", "test" or "all". Raises ValueError if the split
-        is unknown, isn't there or would be empty."""
+        """Return the images of "train", "validation", "test" or "all". Raises ValueError if the
+        split is unknown, isn't there or would be empty."""
         name = name or self.default_split
         check_choice(name, SPLITS, name="split")
         own = self.own_splits
@@ -81,9 +82,9 @@ class DatasetSplits:
             dataset = self._divided[name]
         else:
             raise ValueError(
-                f"the {name} split is empty ({self.title} has {', '.join(own)}): no image is held out"
-                " for it, or all classes have too few; choose another split, add images, or give the"
-                " split a folder"
+                f"the {name} split is empty ({self.title} has {', '.join(own)}): no image is held"
+                " out for it, or all classes have too few; choose another split, add images, or"
+                " give the split a folder"
             )
         return correct_labels(dataset, self.corrections)
 
@@ -197,8 +198,8 @@ class DatasetSplits:
             return dataset
         if len(dataset) > MAX_COMPARED:
             self._kept_together.append(
-                f"of more than {MAX_COMPARED:,} images, copies are found by the bytes of their files"
-                " alone, and near-copies may be on both sides"
+                f"of more than {MAX_COMPARED:,} images, copies are found by the bytes of their"
+                " files alone, and near-copies may be on both sides"
             )
         groups, num_copies = join_duplicates(
             dataset.groups or dataset.ids,
@@ -256,8 +257,8 @@ def number_listing(
             is_wrong = labels == unknown[0]
             raise ValueError(
                 f"{listing.origin}: class {shorten(kept[unknown[0]])!r} has"
-                f" {int(is_wrong.sum()):,} images in the {splits[is_wrong][0]} split and none in the"
-                " train split; add some, or leave it out with data.classes"
+                f" {int(is_wrong.sum()):,} images in the {splits[is_wrong][0]} split and none in"
+                " the train split; add some, or leave it out with data.classes"
             )
 
     notes = list(listing.notes)
@@ -292,8 +293,8 @@ def number_listing(
 
 
 def _choose_stratified(dataset: ImageDataset, fraction: float, *, salt: str) -> np.ndarray:
-    """Choose a fraction of every class, bool [n]: the images whose hashes of (salt, id) rank lowest;
-    at least one of every class that has two or more, never all."""
+    """Choose a fraction of every class, bool [n]: the images whose hashes of (salt, id) rank
+    lowest; at least one of every class that has two or more, never all."""
     ranks = np.array(rank_names(dataset.ids, salt), dtype=np.uint64)
     mask = np.zeros(len(dataset), dtype=bool)
     strata = dataset.strata

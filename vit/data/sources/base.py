@@ -39,8 +39,8 @@ Root = Path | str | None
 
 
 class ImageReader:
-    """A sequence of images, each the path or the bytes of a file, or a PIL image. Images have names,
-    for messages, and places by which they are found: their pixels, or numbers, [n, …]."""
+    """A sequence of images, each the path or the bytes of a file, or a PIL image. Images have
+    names, for messages, and places by which they are found: their pixels, or numbers, [n, …]."""
 
     # true if it can't be sent to another process, or needn't be: pixels, or objects from Python
     in_process = False
@@ -66,13 +66,13 @@ class ImageReader:
         return chosen
 
     def stats(self) -> np.ndarray | None:
-        """Bytes of each image, -1 for a missing file, and facts of its file, see `read_stats`, int64
-        [n, k]; None if the images aren't files."""
+        """Bytes of each image, -1 for a missing file, and facts of its file, see `read_stats`,
+        int64 [n, k]; None if the images aren't files."""
         return None
 
     def image(self, index: int, *, draft_side: int | None = None) -> Image.Image:
-        """Decode an image to RGB, see `vit.data.images.read_image`. Raises ValueError or OSError, which
-        names it."""
+        """Decode an image to RGB, see `vit.data.images.read_image`. Raises ValueError or OSError,
+        which names it."""
         stored = self[index]
         if isinstance(stored, Path):
             return read_image(stored, draft_side=draft_side)
@@ -166,9 +166,9 @@ def hash_stored(stored: Path | bytes | Image.Image) -> int:
 
 
 def read_stats(paths: Sequence[str]) -> np.ndarray:
-    """Read the facts by which a changed file is noticed, int64 [n, 4]: bytes (-1 for a missing file),
-    times of modification and of change in nanoseconds, and inode. A copy may have the size and the
-    time of the file that it replaced, but not the others."""
+    """Read the facts by which a changed file is noticed, int64 [n, 4]: bytes (-1 for a missing
+    file), times of modification and of change in nanoseconds, and inode. A copy may have the size
+    and the time of the file that it replaced, but not the others."""
     stats = np.zeros((len(paths), 4), dtype=np.int64)
     for index, path in enumerate(paths):
         try:
@@ -235,8 +235,8 @@ def find_split_folders(root: Path) -> dict[str, str]:
 
 
 def describe_unused(paths: Iterable[str]) -> list[str]:
-    """Return a sentence about files that aren't used, with how HEIC and DICOM are read; none without
-    any."""
+    """Return a sentence about files that aren't used, with how HEIC and DICOM are read; none
+    without any."""
     # a name that begins with a dot is its own suffix
     suffixes = [os.path.splitext(path)[1].lower() or os.path.basename(path) for path in paths]
     if not suffixes:

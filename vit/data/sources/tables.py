@@ -86,8 +86,8 @@ def read_table(path: Path) -> tuple[dict[int, Row], list[str]]:
 
 
 def list_table(path: Path, rule: ImageRule) -> Listing:
-    """List the images of a table, which lie below its folder. Raises ValueError for wrong rows, with
-    the numbers of their lines."""
+    """List the images of a table, which lie below its folder. Raises ValueError for wrong rows,
+    with the numbers of their lines."""
     rows, notes = read_table(path)
     known = list(next(iter(rows.values())))
     used = _find_columns(path, known, rule)
@@ -153,8 +153,8 @@ def _find_columns(path: Path, columns: Sequence[str], rule: ImageRule) -> dict[s
             return found
         text = " and ".join(map(repr, found)) or f"no column {given or ', '.join(known)}"
         raise ValueError(
-            f"{path} has {text}; its columns are {shorten(', '.join(map(repr, columns)), 300)}; name"
-            f" the right one with --{known[0]}-column"
+            f"{path} has {text}; its columns are {shorten(', '.join(map(repr, columns)), 300)};"
+            f" name the right one with --{known[0]}-column"
         )
 
     marks = [rule.label_column]
