@@ -148,7 +148,7 @@ def test_copies_are_found_behind_any_number_of_others(tmp_path: Path) -> None:
         coarse = np.random.default_rng(seed).integers(0, 256, (8, 8, 3), dtype=np.uint8)
         Image.fromarray(coarse).resize((64, 64)).save(folder / f"{number:03}.png")
     dataset = open_dataset("folder", root=tmp_path).split("all")
-    pairs = find_pairs(hash_images(dataset, tmp_path / "cache"))
+    pairs = find_pairs(hash_images(dataset))
     found = {dataset.ids[index] for pair in pairs for index in pair[:2]}
     assert {"cat/158.png", "dog/159.png"} <= found
     assert len(pairs) == 150
@@ -173,11 +173,11 @@ def test_many_images_are_compared_by_their_bytes_and_the_plan_says_so(
 def test_images_are_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_bursts(tmp_path / "photos", num_bursts=8)
     dataset = open_dataset("folder", root=tmp_path / "photos").split("all")
-    first = hash_images(dataset, tmp_path / "cache")
+    first = hash_images(dataset)
     monkeypatch.setattr(groups_module, "compute_dhash", pytest.fail)
     for image in (tmp_path / "photos").rglob("*.png"):
         image.chmod(0o600)
-    np.testing.assert_array_equal(hash_images(dataset, tmp_path / "cache"), first)
+    np.testing.assert_array_equal(hash_images(dataset), first)
 
 
 def test_groups_stay_whole_and_classes_near_the_fraction() -> None:

@@ -13,7 +13,6 @@ from PIL import Image
 
 from vit.data.dataset import ImageRule
 from vit.data.open import open_dataset, open_for_model
-from vit.runtime.files import default_cache_dir
 
 MakeFolder = Callable[..., Path]
 
@@ -217,9 +216,6 @@ def test_files_that_a_model_file_names_beside_its_images_are_not_read(
     secret.chmod(0)
     recorded = {**config, **named}
     assert open_for_model(None, recorded=recorded).split("train").class_names == train.class_names
-    # it writes nothing into a folder that a model file names
-    recorded = {**config, "cache_dir": str(tmp_path / "theirs")}
-    assert open_for_model(None, recorded=recorded).cache_dir == default_cache_dir()
 
     # rows of a table that lead elsewhere
     Image.new("RGB", (9, 9)).save(tmp_path / "secret.png")

@@ -188,7 +188,7 @@ def test_valid_files_give_each_image_its_label(
     if name == "folder":
         assert len(list(list_inputs(place))) == len(truth)
     assert name == "mnist" or require_kind(place) == name
-    splits = open_dataset(name, root=place, cache_dir=tmp_path / "cache", **options)
+    splits = open_dataset(name, root=place, **options)
     # MNIST's test images are those of training, and its classes have other names
     dataset = splits.split("test" if name == "mnist" else "all")
     classes = sorted(set(truth.values())) if name == "mnist" else dataset.class_names
@@ -210,7 +210,7 @@ def test_damaged_files_end_in_a_sentence(
     for path in rng.sample(sorted(files), min(len(files), 2)):
         path.write_bytes(mutate(path.read_bytes(), rng))
     with refusals():
-        splits = open_dataset(name, root=place, cache_dir=tmp_path / "cache", **options)
+        splits = open_dataset(name, root=place, **options)
         dataset = splits.split("all")
         assert 0 <= dataset.labels.min() <= dataset.labels.max() < len(dataset.class_names)
         for index in range(len(dataset)):

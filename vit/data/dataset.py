@@ -203,7 +203,6 @@ class Request(NamedTuple):
 
     root: Root
     classes: Sequence[str] | None
-    cache_dir: Path
     download: bool
     rule: ImageRule
 

@@ -4,7 +4,6 @@ burst, and copies. Otherwise a test measures how well the model has memorised th
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
-from pathlib import Path
 
 import numpy as np
 
@@ -13,6 +12,7 @@ from vit.data.duplicates import compute_dhash, find_pairs, hash_pixels
 from vit.data.images import DeepImage
 from vit.data.sources.base import compute_once, hash_bytes, read_digests
 from vit.runtime.arguments import shorten
+from vit.runtime.files import default_cache_dir
 from vit.runtime.patterns import search_group
 
 # largest number of images that are decoded and compared with one another; it takes seconds
@@ -43,7 +43,7 @@ def find_groups(dataset: ImageDataset, group_by: int | str) -> tuple[str, ...]:
     return tuple(name or image_id for name, image_id in zip(names, dataset.ids, strict=True))
 
 
-def hash_images(dataset: ImageDataset, cache_dir: Path) -> np.ndarray:
+def hash_images(dataset: ImageDataset) -> np.ndarray:
     """Compute the hashes of `vit.data.duplicates`, uint64 [2, n], from JPEG files decoded at a
     fraction of their size. The cache keeps them by the bytes of the images. More than 5,000 images
     are hashed by the bytes of their files alone, which finds no near-copies."""
@@ -57,6 +57,7 @@ def hash_images(dataset: ImageDataset, cache_dir: Path) -> np.ndarray:
         image = image.stretch() if isinstance(image, DeepImage) else image
         return hash_pixels(image), compute_dhash(image)
 
+    cache_dir = default_cache_dir()
     digests = read_digests(dataset.reader, cache_dir)
     if len(dataset) > MAX_COMPARED:
         return np.stack([digests, np.zeros_like(digests)])

@@ -14,7 +14,7 @@ from vit.data.sources.shards import is_remote
 from vit.data.sources.tables import find_table
 from vit.data.splits import DatasetSplits, number_listing
 from vit.runtime.arguments import HIDDEN, check_choice, hide_tokens
-from vit.runtime.files import default_cache_dir, expand_home
+from vit.runtime.files import expand_home
 from vit.runtime.places import explain_file, suggest
 
 # kind of a place → function that is true for one; the first that is true counts
@@ -68,7 +68,6 @@ def open_dataset(
     class_names: Mapping[str, str] | None = None,
     rule: ImageRule = ImageRule(),  # noqa: B008 (immutable)
     download: bool = True,
-    cache_dir: Path | None = None,
 ) -> DatasetSplits:
     """Find a data set by its `data.name`. Raises ValueError if it or a class is unknown, and
     OSError if the root is missing or a download fails.
@@ -78,7 +77,6 @@ def open_dataset(
         classes: Classes to keep, by name or in words; None keeps all.
         class_names: Class → its name in words, for some classes or all.
         download: A published set that isn't on this machine may be downloaded.
-        cache_dir: Folder for decoded images and downloads; None is $VIT_CACHE or ~/.cache/vit.
     """
     if name == FROM_PYTHON:
         hint = "pass them as dataset=… again, or name other images with --data"
@@ -94,14 +92,8 @@ def open_dataset(
     if rule.finds_labels and name != "folder":
         text = "label_by and the names of columns are for folders and tables"
         raise ValueError(f"{text}, not for data.name={name}; leave them out")
-    cache_dir = cache_dir or default_cache_dir()
-    splits = number_listing(
-        find(Request(root, classes, cache_dir, download, rule)),
-        rule=rule,
-        cache_dir=cache_dir,
-        classes=classes,
-        class_names=class_names,
-    )
+    listing = find(Request(root, classes, download, rule))
+    splits = number_listing(listing, rule, classes=classes, class_names=class_names)
     return replace(splits, title=name_data(name, root))
 
 
@@ -119,7 +111,6 @@ def open_passed(
     *,
     rule: ImageRule,
     model_classes: Sequence[str] | None = None,
-    cache_dir: Path | None = None,
 ) -> DatasetSplits:
     """Open images that are passed from Python, see `find_python_objects`. With the classes of a
     model that is evaluated on them, images in no dictionary are the split "test"."""
@@ -127,7 +118,7 @@ def open_passed(
     listing = find_python_objects(
         dataset, class_names, split=split, model_classes=model_classes, task=rule.task
     )
-    splits = number_listing(listing, rule=rule, cache_dir=cache_dir or default_cache_dir())
+    splits = number_listing(listing, rule)
     has_test = model_classes is not None and "test" in splits.own_splits
     return replace(splits, default_split="test" if has_test else "validation")
 

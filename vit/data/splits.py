@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
-from pathlib import Path
 
 import numpy as np
 
@@ -48,8 +47,6 @@ class DatasetSplits:
     images: ImageDataset
     marks: np.ndarray
     rule: ImageRule
-    # folder of decoded images
-    cache_dir: Path
     # how the list was read, and what wasn't, for the plan
     read: Sequence[str] = ()
     # class → its name in words, if it has another one
@@ -204,7 +201,7 @@ class DatasetSplits:
         groups, num_copies = join_duplicates(
             dataset.groups or dataset.ids,
             dataset.strata,
-            hash_images(dataset, self.cache_dir),
+            hash_images(dataset),
             # images that aren't split here may be divided into folds
             num_splits=max(1 + sum(fraction > 0 for fraction in self._held_out.values()), 2),
         )
@@ -217,9 +214,8 @@ class DatasetSplits:
 
 def number_listing(
     listing: Listing,
-    *,
     rule: ImageRule,
-    cache_dir: Path,
+    *,
     classes: Sequence[str] | None = None,
     class_names: Mapping[str, str] | None = None,
 ) -> DatasetSplits:
@@ -286,7 +282,6 @@ def number_listing(
         images=images.subset(chosen),
         marks=splits[chosen],
         rule=rule,
-        cache_dir=cache_dir,
         read=listing.read,
         renamed_classes=renamed,
     )

@@ -67,7 +67,6 @@ def load_images(bundle: Bundle, splits: DatasetSplits, split: str | None) -> Eva
         source,
         size=bundle.preprocess.resize_size,
         preprocess=bundle.preprocess,
-        cache_dir=splits.cache_dir,
         progress=current_process().is_main,
     )
     ids = tuple(printable(name) for name in decoded.ids)

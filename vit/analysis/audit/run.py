@@ -126,12 +126,11 @@ def audit(
         listed,
         size=preprocess.resize_size,
         preprocess=preprocess,
-        cache_dir=splits.cache_dir,
         # the audit lists them
         max_unreadable_fraction=1,
     )
     predictor = BatchPredictor.from_bundle(bundle, batch_size=batch_size, precision=precision)
-    features = compute_features(predictor, images, cache_dir=splits.cache_dir)
+    features = compute_features(predictor, images)
     # the features that the head of the model reads
     readout = PRE_LOGITS
     if isinstance(bundle.model, VisionTransformer):

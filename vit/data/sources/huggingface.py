@@ -12,7 +12,7 @@ from vit.data.sources.base import SPLIT_OF, Listing
 from vit.data.sources.python_objects import find_class_names, find_python_objects
 from vit.data.sources.shards import is_remote, list_by_split
 from vit.runtime.arguments import first_line, shorten
-from vit.runtime.files import expand_home
+from vit.runtime.files import default_cache_dir, expand_home
 from vit.runtime.hub import offline_if_unreachable
 
 # labels of splits that have none: the Hub hides those of test images
@@ -81,7 +81,7 @@ def find_huggingface(request: Request) -> Listing:
     are no images and labels, and OSError if the data set can't be read.
     """
     origin = f"data.root {request.root}"
-    tables = _load(str(request.root), request.cache_dir / "datasets")
+    tables = _load(str(request.root), default_cache_dir() / "datasets")
     rows = {name: Rows(table, name=f"{origin} {name}") for name, table in tables.items()}
     used = {
         name: each

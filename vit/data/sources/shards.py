@@ -21,7 +21,7 @@ from vit.data.images import is_image_name
 from vit.data.sources.base import SPLIT_OF, ImageReader, Listing, read_stats
 from vit.runtime.arguments import first_line, hide_tokens, shorten
 from vit.runtime.drive import report_drive
-from vit.runtime.files import expand_home
+from vit.runtime.files import default_cache_dir, expand_home
 from vit.runtime.locks import lock_file
 
 # bytes of a label's file that are read
@@ -60,7 +60,7 @@ def find_shards(request: Request) -> Listing:
     root = os.path.expanduser(str(request.root)).rstrip("/")
     # split of each shard, its name, and its file
     if is_remote(root):
-        pairs = _fetch_files(list(braceexpand(root)), request.cache_dir / "remote")
+        pairs = _fetch_files(list(braceexpand(root)), default_cache_dir() / "remote")
         shards = [("train", *pair) for pair in pairs]
     else:
         by_split = list_by_split(root, ".tar") or {"train": _expand_pattern(root)}
