@@ -10,7 +10,6 @@ Precision = Literal["float32", "bfloat16", "float16"]
 # Pixels of both sides, or (height, width).
 Size = int | Sequence[int]
 MAX_SIDE = 2**14
-# Text that replaces a token.
 HIDDEN = "***"
 # Parts of the names of address parameters whose values are secret.
 _SECRET = "token|sig|key|secret|passw|auth|credential|policy"
@@ -32,8 +31,8 @@ def first_line(error: BaseException) -> str:
 
 
 def hide_tokens(text: str) -> str:
-    """Return text with "***" for the passwords and tokens of addresses: user:password@ before the
-    host, and the values of parameters such as token, signature, X-Amz-Credential or sig."""
+    """Return text with "***" for user:password@ before the host of an address, and for the values of
+    parameters such as token, signature, X-Amz-Credential or sig."""
     text = re.sub(r"(\w://)[^/\s@'\"]*@", rf"\1{HIDDEN}@", text)
     # names of parameters are short; without a bound, the time grows with the square of the text
     name = rf"[\w.-]{{0,99}}(?:{_SECRET})[\w.-]{{0,99}}"
@@ -74,14 +73,8 @@ def resolve_image_sizes(
     image_size: int | Sequence[int],
     patch_size: tuple[int, int],
 ) -> tuple[tuple[float, tuple[int, int]], ...]:
-    """Return `train.image_sizes` in pixels, rounded to whole patches.
-
-    Args:
-        image_sizes: Pairs (end, scale): until `end`, a fraction of the run, the sides are scale ×
-            `data.image_size`, which must be a multiple of the patch size. None: one size.
-        image_size: `data.image_size`.
-        patch_size: Height and width of a patch, in pixels.
-    """
+    """Return `train.image_sizes` in pixels, rounded to whole patches: until `end`, a fraction of the
+    run, the sides are scale × `data.image_size`, which must be a multiple of the patch size."""
     sides = list(zip(as_pair(image_size, name="data.image_size"), patch_size, strict=True))
     for side, patch in sides:
         check_multiple("data.image_size", side, "model.patch_size", patch)

@@ -77,7 +77,7 @@ def choose_precision(name: str, device: torch.device) -> Precision:
 
 
 def use_deterministic_algorithms(deterministic: bool) -> None:
-    """Let torch compute each operation in the same order every time, with a slower kernel where
+    """Let torch compute each operation in the same order every time, by a slower kernel where
     necessary, or in any order."""
     # Setting it imports torch's compiler, which takes 3 s.
     if deterministic != torch.are_deterministic_algorithms_enabled():
@@ -122,14 +122,8 @@ def run_in_memory(
     """Compute images `start` to `stop` (exclusive) in parts that fit into a GPU's memory.
 
     A part that doesn't fit is computed again with half as many images, as are all later parts. If a
-    single image doesn't fit, the error is raised.
-
-    Args:
-        run: `run(first, end)` computes the images from number `first` to `end` (exclusive).
-        part_size: Largest number of images in a part.
-
-    Returns:
-        The number of images in a part that fits.
+    single image doesn't fit, the error is raised. `run(first, end)` computes a part. Return the
+    number of images in a part that fits.
     """
     while start < stop:
         end = min(start + part_size, stop)
@@ -158,8 +152,7 @@ def describe_device(device: torch.device) -> str:
 
 
 def cpu_multiplies_bfloat16() -> bool:
-    """Return True if the processor has instructions for bfloat16. Without them it is slower than
-    float32."""
+    """Return True if the processor has instructions for bfloat16, which is slow without them."""
     return not cpu_flags().isdisjoint(_BFLOAT16_FLAGS)
 
 
@@ -180,11 +173,9 @@ def _read_cpuinfo(key: str) -> str:
 
 
 def copy_to_device(values: T, device: torch.device) -> T:
-    """Return `values` with its tensors on `device`, also those in lists, tuples and dictionaries.
-
-    All of them are copied at once, and nothing waits for the copy; tensors in pinned memory are
-    copied alone. For a CPU they are the same tensors.
-    """
+    """Return `values` with its tensors on `device`, also those in lists, tuples and dictionaries. All
+    are copied at once, but those in pinned memory alone, and nothing waits for the copy. For a CPU
+    they are the same tensors."""
     if device.type in ("cpu", "mps"):
         # a GPU of Apple shares the memory of its host
         return cast(T, tree_map_only(Tensor, lambda tensor: tensor.to(device), values))

@@ -13,7 +13,7 @@ _SPREADSHEETS = (".xlsx", ".xls", ".ods", ".numbers")
 
 
 def find_nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name that is most like a misspelled one, or begins with it, if there is one."""
+    """Return the known name that is most like a misspelled one, or begins with it, if any."""
     name = name.casefold()
     by_folded = {each.casefold(): each for each in sorted(known, reverse=True)}
     near = difflib.get_close_matches(name, by_folded, n=1)

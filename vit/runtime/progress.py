@@ -10,12 +10,8 @@ Advance = Callable[..., None]
 @contextmanager
 def show_progress(title: str, total: int | None = None, *, shown: bool = True) -> Iterator[Advance]:
     """Show a progress bar on standard error if that is a terminal and `shown` is set, and yield a
-    function that advances it. Text printed to standard error meanwhile appears above it.
-
-    Args:
-        title: Text before the bar.
-        total: Number of items. None: unknown, or the work has no items.
-    """
+    function that advances it. Without a `total` of items it shows that the work goes on. Text
+    printed to standard error meanwhile appears above it."""
     # rich takes longer to import than `vit --help` may take
     from rich import progress
     from rich.console import Console

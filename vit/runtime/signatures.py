@@ -22,8 +22,7 @@ class Parameter(NamedTuple):
     """A parameter of a function.
 
     Attributes:
-        kind: Type that a text on the command line is read as: str, int, float, bool, Path, a
-            Literal, list[str] or `Names`. Others, such as a model, are named by a text.
+        kind: Type that a text on the command line is read as. A model, for example, is a str.
         default: Its default, or `inspect.Parameter.empty`.
         is_keyword: True if it follows the `*`.
         help: First sentence of its entry under `Args:`, and the default from a sentence "None: …".

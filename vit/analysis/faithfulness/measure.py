@@ -151,8 +151,8 @@ def _time_maps(
     target: Target,
     batch_size: int,
 ) -> tuple[dict[str, PatchMaps], dict[str, float]]:
-    """Compute the maps [n, rows, columns] of each method, and the milliseconds that one takes, the
-    forward pass included."""
+    """Compute the maps [n, rows, columns] of each method, and the milliseconds for one, the forward
+    pass included."""
     parts = (torch.split(each, batch_size) for each in (images, classes))
     batches = list(zip(*parts, strict=True))
 

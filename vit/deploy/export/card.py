@@ -10,7 +10,7 @@ from vit.evaluation.result import find_evaluation
 
 
 def build_card(bundle: Bundle, *, format: str, attention: bool) -> str:
-    """Build README.md. Text that came with the model or its data may hold markup: it is quoted."""
+    """Build README.md. Text that came with the model or its data is quoted: it may hold markup."""
     environment = Environment(
         loader=PackageLoader("vit", "deploy/export/templates"),
         undefined=StrictUndefined,

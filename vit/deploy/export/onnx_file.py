@@ -35,8 +35,8 @@ class Classifier(nn.Module):
         self.is_multilabel = bundle.is_multilabel
 
     def forward(self, pixel_values: Float[Tensor, "B 3 H W"]) -> tuple[Tensor, ...]:
-        """Compute logits divided by the temperature [B, C], probabilities [B, C] and maps
-        [B, rows, columns]."""
+        """Compute logits divided by the temperature and probabilities, [B, C], and maps [B, rows,
+        columns]."""
         logits, maps = self.model(pixel_values), ()
         if self.attention:
             logits, *maps = logits
@@ -46,8 +46,7 @@ class Classifier(nn.Module):
 
 
 def build_onnx_files(bundle: Bundle, *, attention: bool) -> dict[str, FileContent]:
-    """Build model.onnx, with all facts that a program needs in its metadata, and a program. Raises
-    ValueError if a package is missing."""
+    """Build model.onnx, with all facts that a program needs in its metadata, and a program."""
     try:
         import onnx
         import onnxscript  # noqa: F401  # torch's exporter needs it
