@@ -77,19 +77,16 @@ def resolve_image_sizes(
     run, the sides are scale × `data.image_size`, which must be a multiple of the patch size."""
     sides = list(zip(as_pair(image_size, name="data.image_size"), patch_size, strict=True))
     for side, patch in sides:
-        check_multiple("data.image_size", side, "model.patch_size", patch)
+        if rest := side % patch:
+            raise ValueError(
+                f"data.image_size {side} is not a multiple of model.patch_size {patch}; try"
+                f" {side + patch - rest}"
+            )
     resolved = []
     for until, scale in image_sizes or ():
         height, width = (max(round(scale * side / patch), 1) * patch for side, patch in sides)
         resolved.append((until, (height, width)))
     return tuple(resolved)
-
-
-def check_multiple(name: str, value: int, unit_name: str, unit: int) -> None:
-    """Raise ValueError if a value is not a multiple of another."""
-    if value % unit:
-        above = value + unit - value % unit
-        raise ValueError(f"{name} {value} is not a multiple of {unit_name} {unit}; try {above}")
 
 
 def check_minimum(**minima: float) -> Callable[[Function], Function]:

@@ -18,7 +18,7 @@ from vit.runtime.arguments import check_choice, shorten
 
 T = TypeVar("T")
 
-# Linux's names for instructions that multiply bfloat16.
+# Linux's names for instructions that multiply bfloat16, which is slow without them.
 _BFLOAT16_FLAGS = ("amx_bf16", "avx512_bf16")
 
 
@@ -71,7 +71,7 @@ def choose_precision(name: str, device: torch.device) -> Precision:
         # Earlier cards multiply float16 no faster than float32.
         if torch.cuda.get_device_capability(device) >= (7, 0):
             return "float16"
-    elif cpu_multiplies_bfloat16():
+    elif not cpu_flags().isdisjoint(_BFLOAT16_FLAGS):
         return "bfloat16"
     return "float32"
 
@@ -149,11 +149,6 @@ def describe_device(device: torch.device) -> str:
     name = _read_cpuinfo("model name") or platform.machine()
     flags = [flag for flag in _BFLOAT16_FLAGS if flag in cpu_flags()]
     return f"{device.type} ({', '.join([name, f'{os.cpu_count()} cores', *flags])})"
-
-
-def cpu_multiplies_bfloat16() -> bool:
-    """Return True if the processor has instructions for bfloat16, which is slow without them."""
-    return not cpu_flags().isdisjoint(_BFLOAT16_FLAGS)
 
 
 @lru_cache
