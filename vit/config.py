@@ -94,8 +94,8 @@ class DataConfig(_Section):
     group_by: Annotated[int, Field(ge=1)] | str | None = None
     # true: near-duplicates stay in one split
     group_duplicates: bool = False
-    # resident: decoded once, kept in the device's memory; cached: decoded once, read from host memory
-    # or a disk; workers: decoded during training; tokens: computed once by frozen blocks
+    # resident: decoded once, kept in the device's memory; cached: decoded once, read from host
+    # memory or a disk; workers: decoded during training; tokens: computed once by frozen blocks
     # (model.freeze: N), only flipped
     pipeline: Literal["auto", "resident", "cached", "workers", "tokens"] = "auto"
     # processes that decode images; None: one for each core, at most 16
@@ -164,8 +164,8 @@ class ModelConfig(_Section):
     reg_tokens: int = Field(0, ge=0, le=8)
     qk_norm: bool = False
     drop_path_rate: float = Field(0.0, ge=0, lt=1)
-    # with init: a linear probe chooses the last block, pooling and head, on all training images or a
-    # number of them
+    # with init: a linear probe chooses the last block, pooling and head, on all training images or
+    # a number of them
     probe: bool | Annotated[int, Field(gt=1)] = False
     # backbone: train the head only; N: freeze N blocks
     freeze: Literal["none", "backbone"] | Annotated[int, Field(ge=0)] = "none"
@@ -224,8 +224,8 @@ class TrainConfig(_Section):
     grad_checkpointing: bool = False
     # auto: weights if the largest class has over 5 times the images of the smallest
     class_balance: Literal["none", "weights", "auto"] = "none"
-    # validation measure that chooses the best model; several labels have map (mean average precision)
-    # instead of top1
+    # validation measure that chooses the best model; several labels have map (mean average
+    # precision) instead of top1
     select_by: Literal["top1", "macro_f1", "map"] = "top1"
     evaluate_every_epochs: int = Field(1, gt=0)
     # steps between checkpoints, besides those after an evaluation

@@ -18,7 +18,7 @@ from vit.runtime.device import cpu_flags
 from vit.runtime.threads import constant_when_compiled
 
 Backend = Literal["auto", "fused", "explicit"]
-# Boolean, or integers 0 and 1, of any shape that broadcasts to the weights. None: no key is ignored.
+# Boolean, or integers 0 and 1, of a shape that broadcasts to the weights. None: no key is ignored.
 Mask = Shaped[Tensor, "..."] | None
 Queries = Float[Tensor, "B Nq D"]
 Keys = Float[Tensor, "B Nk D"] | None

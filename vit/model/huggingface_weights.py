@@ -71,8 +71,8 @@ def read_huggingface(folder: Path, config: Mapping[str, Any]) -> tuple[StateDict
 def convert_to_huggingface(
     model: VisionTransformer, weights: StateDict
 ) -> tuple[StateDict, dict[str, Any]] | None:
-    """Convert a model and its weights, with `pos_embed`, to the weights and the values of config.json
-    of Hugging Face's ViT. Returns None for other architectures."""
+    """Convert a model and its weights, with `pos_embed`, to the weights and the config.json of
+    Hugging Face's ViT. Returns None for other architectures."""
     values = model.architecture
     if any(values[name] != value for name, value in _OURS.items()):
         return None

@@ -137,8 +137,8 @@ def write_model_file(path: Path, content: ModelFile) -> None:
 
 
 def hash_weights(weights: StateDict) -> str:
-    """Return the SHA-256 of names and values, also of those of quantised modules: tuples, types, and
-    tensors of integers with a scale."""
+    """Return the SHA-256 of names and values, also of those of quantised modules: tuples, types,
+    and tensors of integers with a scale."""
     digest = hashlib.sha256()
     for name, value in sorted(weights.items()):
         digest.update(name.encode())

@@ -14,7 +14,8 @@ class PatchEmbed(nn.Module):
     """Cuts the image into patches and embeds each: [B, C, H, W] → [B, P, D], row by row.
 
     For the arguments see `VisionTransformer`. The stem "patch" is one linear map per patch
-    (Dosovitskiy et al. 2021); others (`build_stem`) need a square patch whose side is a power of two, from 2.
+    (Dosovitskiy et al. 2021); others (`build_stem`) need a square patch whose side is a power of
+    two, from 2.
 
     Raises:
         ValueError: The stem is unknown, or the sides don't fit.

@@ -9,7 +9,8 @@ STEMS = ("conv", "conv_pool", "conv_pool_residual", "conv_residual", "patch")
 def build_stem(
     stem: str, in_chans: int, embed_dim: int, patch_side: int
 ) -> tuple[nn.Sequential, nn.Module]:
-    """Build a stem, and the layer that follows it on the patch grid. The side of a patch is a power of two.
+    """Build a stem, and the layer that follows it on the patch grid. The side of a patch is a power
+    of two.
 
     - "conv": 3×3 convolutions of stride 2 with ReLU, widths doubling up to D, then a 1×1 one (Xiao
       et al. 2021, without batch norm, so that no sample's result depends on its batch).

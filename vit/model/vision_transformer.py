@@ -162,7 +162,9 @@ class VisionTransformer(nn.Module):
     def num_out_tokens(self) -> int | None:
         """Number of leading tokens that the head reads, None for all. The last block can skip the
         others, with the same logits and gradients."""
-        return 1 if self.global_pool == "token" else None
+        if self.global_pool == "token":
+            return 1
+        return None
 
     def forward(self, images: Images | Tokens) -> Logits:
         """Compute logits, or features if num_classes is 0, from normalised images or from tokens of
@@ -320,8 +322,8 @@ def init_weights(module: nn.Module) -> None:
     """Draw initial weights as DeiT and timm do.
 
     Linear maps and learned positions are truncated normal with σ = 0.02, biases are zero, tokens
-    are near zero. Convolutions are normal with a variance that keeps the scale of the signal (LeCun et
-    al. 1998, before ReLU He et al. 2015).
+    are near zero. Convolutions are normal with a variance that keeps the scale of the signal (LeCun
+    et al. 1998, before ReLU He et al. 2015).
     """
     if any(parameter.is_meta for parameter in module.parameters()):
         return  # "meta" has no values, and drawing them would import torch's compiler (3 s)

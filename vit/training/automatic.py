@@ -38,8 +38,8 @@ _SMALL_IMAGES_A_MINUTE = 69_000
 _PHOTOS_A_MINUTE = 13_000
 # Images whose features a CPU of 2 cores computes in half of a minute, of a ViT-S at 224 px.
 _PROBED_IMAGES_A_MINUTE = 600
-# With fewer validation images nothing follows the probe: with ten, fine-tuning was right on one more
-# of these, and on 2 in 100 fewer of 240 unseen ones.
+# With fewer validation images nothing follows the probe: with ten, fine-tuning was right on one
+# more of these, and on 2 in 100 fewer of 240 unseen ones.
 _MIN_VALIDATION_IMAGES = 20
 # One evaluation per this many validation images: with more, the best is best by chance.
 _IMAGES_AN_EVALUATION = 100

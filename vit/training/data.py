@@ -98,8 +98,8 @@ def build_data(
     train = splits.split("train")
     if data.task == "multilabel" and not train.is_multilabel:
         raise ValueError(
-            f"data.task=multilabel, and the images of {splits.title} have one class each; list their"
-            " labels in a table (docs/guides/data.md), or leave it out"
+            f"data.task=multilabel, and the images of {splits.title} have one class each; list"
+            " their labels in a table (docs/guides/data.md), or leave it out"
         )
     preprocess = pretrained or Preprocess(data.size)
     preprocess = replace(
