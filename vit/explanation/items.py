@@ -23,34 +23,21 @@ _NUM_IMAGES = 16
 
 
 class ImageItem(NamedTuple):
-    """An image to explain.
+    """An image to explain."""
 
-    Attributes:
-        path: Name in messages and the manifest: a path, an id of a data set, or image-00000 and so
-            on.
-        name: Start of the names of its files.
-        read: Return the upright RGB image. Raises ValueError or OSError if it can't be read.
-    """
-
+    # name in messages and the manifest: a path, an id of a data set, or image-00000 and so on
     path: str
-    name: str
+    name: str  # start of the names of its files
+    # returns the upright RGB image; raises ValueError or OSError if it can't be read
     read: Callable[[], Image.Image]
 
 
 def find_items(
     bundle: Bundle, images: Sequence[str | Image.Image] | None, num_images: int | None
 ) -> list[ImageItem]:
-    """Find the images to explain.
-
-    Args:
-        bundle: The model.
-        images: Paths of files and images in memory from `list_images`; or the address of shards, of
-            which `num_images` are taken. None: those of the model's test split.
-        num_images: Number of images from the split. None: 16.
-
-    Raises:
-        ValueError: Images are named, and `num_images`, too.
-    """
+    """Find the images to explain: paths and images in memory from `list_images`; or `num_images`, 16
+    by default, of the shards at an address, or of the model's test split. Raise ValueError if images
+    are named, and `num_images`, too."""
     recorded = bundle.recorded_images
     if images is None:
         splits = bundle.passed_images or open_for_model(None, recorded=recorded)

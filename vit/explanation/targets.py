@@ -41,20 +41,15 @@ def _choose_predicted(logits: Logits) -> Int[Tensor, "B 1"]:
 
 @dataclass(frozen=True)
 class Target:
-    """A number for each image, computed from its outputs and one class.
-
-    Attributes:
-        score: Compute the number that gradients explain.
-        value: Compute the number that shows the effect of removed patches; monotone in `score`.
-        name: Name of a number that isn't about a class, from what is chosen.
-        classes: The class of each image, or one for all. For a difference, it is the first class
-            times C plus the second. None: `predict` chooses.
-        predict: Choose the classes [B, T] of each image.
-    """
+    """A number for each image, computed from its outputs and one class: `score`, which gradients
+    explain, and `value`, which shows the effect of removed patches and is monotone in it."""
 
     score: Callable[[Logits, Classes], Numbers]
     value: Callable[[Logits, Classes], Numbers]
+    # name of a number that isn't about a class, from what is chosen
     name: Callable[[int], str] | None = None
+    # the class of each image, or one for all; for a difference, the first class times C plus the
+    # second; None: `predict` chooses the classes [B, T] of each image
     classes: Int[Tensor, "*n"] | None = None
     predict: Callable[[Logits], Int[Tensor, "B T"]] = _choose_predicted
 
@@ -105,8 +100,7 @@ FEATURES = Target(_logit, _logit, lambda _: "no classifier", torch.tensor(0))
 def find_output_kind(
     model: nn.Module, class_names: Sequence[str], *, is_multilabel: bool = False
 ) -> OutputKind:
-    """Find the kind of the outputs from their names, Hugging Face's `problem_type`, and whether an
-    image may have several labels by the model's file."""
+    """Find the kind of the outputs from their names and Hugging Face's `problem_type`."""
     if not class_names:
         return "features"
     problem = find_problem_type(model)
@@ -116,12 +110,8 @@ def find_output_kind(
 
 
 def find_decided(bundle: Bundle, logits: Float32s) -> list[list[int]]:
-    """Find the labels that a model predicts for each image, the most probable first, or its class.
-
-    Args:
-        bundle: The model, with its temperature and thresholds.
-        logits: [n, C].
-    """
+    """Find the labels that a model predicts for each image from logits [n, C], the most probable
+    first, or its class."""
     probabilities = compute_probabilities(bundle, logits)
     ranked = rank_classes(bundle, probabilities)
     if not bundle.is_multilabel:
@@ -161,7 +151,8 @@ def build_target(
     *,
     num_images: int | None = None,
 ) -> Target:
-    """Build the number that is explained, and the choice of classes.
+    """Build the number that is explained, and the choice of classes. Raise ValueError if a class is
+    unknown or ambiguous, the model has none, or there are more or fewer than images.
 
     Args:
         target: "auto" (the predicted class, or the most probable label), a class's name or index;
@@ -170,10 +161,6 @@ def build_target(
         class_names: Name of each output.
         kind: Kind of the outputs.
         num_images: Number of images that need a class each.
-
-    Raises:
-        ValueError: A class is unknown or ambiguous, the model has none, or there are more or fewer
-            than images.
     """
     if callable(target):
         name = str(describe_target(target))
@@ -242,10 +229,10 @@ def _find_class(target: Any, class_names: Sequence[str]) -> int:
     if is_index and int(name) < len(class_names):
         return int(name)
     # ImageNet's classes have synonyms, separated by commas; case doesn't matter
+    wanted = name.casefold()
+    names = [one.casefold() for one in class_names]
     matches = [
-        index
-        for index, synonyms in enumerate(class_names)
-        if name.casefold() in (synonyms.casefold(), *re.split(r"\s*,\s*", synonyms.casefold()))
+        index for index, one in enumerate(names) if wanted in (one, *re.split(r"\s*,\s*", one))
     ]
     if len(matches) == 1:
         return matches[0]

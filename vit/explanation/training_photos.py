@@ -20,19 +20,12 @@ _HERE = ("digits", "folder", "imagenet", "imagenette")
 
 @dataclass(frozen=True)
 class Neighbour:
-    """A training image that is similar to an image.
+    """A training image that is similar to an image."""
 
-    Attributes:
-        path: Its name within the data set.
-        class_name: Its class; empty if images may have several labels.
-        similarity: Cosine of the two images' features, -1 to 1.
-        picture: Its picture as a data address; None if it can't be read on this machine.
-    """
-
-    path: str
-    class_name: str
-    similarity: float
-    picture: str | None
+    path: str  # its name within the data set
+    class_name: str  # empty if images may have several labels
+    similarity: float  # cosine of the two images' features
+    picture: str | None  # data address; None if it can't be read on this machine
 
 
 def find_training_photos(
@@ -42,20 +35,15 @@ def find_training_photos(
     *,
     side: int,
 ) -> list[list[Neighbour]]:
-    """Find the training photos that are most similar to each image; none if the model file names
-    none.
+    """Find the training photos that are most similar to each image, the model's input, with pictures
+    of `side` pixels; none if the model file names none. Numbers of photos of a class, None for any,
+    are `wanted` for each image.
 
     Only images that the model file names, that are in the recorded training folder and whose pixels
     have a recorded hash have a picture; without hashes, the list of the training images must be the
     recorded one. So the file of a stranger shows nothing that the stranger hasn't seen. Names are
     looked up in a list of that folder, in which links are followed as in training, and never opened
     as paths. Data sets that would have to be downloaded have no pictures.
-
-    Args:
-        bundle: The model.
-        pixels: Inputs of the model, uint8 [H, W, 3].
-        wanted: Numbers of photos of a class, None for any class, for each image.
-        side: Side of the pictures in pixels.
     """
     # name and class of each; the class is -1 where images may have several labels
     named = bundle.metadata.get("conformal", {}).get("training_images", [])

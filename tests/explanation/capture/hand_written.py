@@ -141,15 +141,6 @@ def mixed_before(self: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return note(scores.softmax(dim=-1)) @ v
 
 
-def gated(self: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The mean of all tokens decides how much is read."""
-    return tensor_softmax(self, q, k, v) * v.mean(dim=2, keepdim=True).sigmoid()
-
-
-def with_sums(self: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return fused(q, k, v) + v.cumsum(dim=2)
-
-
 def by_hand(self: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     weights = torch.exp(q @ k.mT * HEAD**-0.5)
     return weights / weights.sum(dim=-1, keepdim=True) @ v

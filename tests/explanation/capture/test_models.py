@@ -77,17 +77,6 @@ def test_the_pool_weights_are_what_the_classifier_reads(name: str) -> None:
         assert patches.std() > 0
 
 
-def test_weights_of_timms_poolings_are_those_of_its_pooled_feature() -> None:
-    images = torch.randn(2, 3, 64, 96)
-    model = build_timm(global_pool="avg", pool_include_prefix=True, reg_tokens=2).eval()
-    assert torch.allclose(run_forward(model, images).pool_weights, torch.full((2, 27), 1 / 27))
-    model = build_timm(global_pool="max", class_token=False).eval()
-    with torch.no_grad():
-        largest = model.forward_features(images).argmax(dim=1)
-    expected = F.one_hot(largest, 24).float().mean(dim=1)
-    assert (run_forward(model, images).pool_weights - expected).abs().max() < 1e-6
-
-
 def test_the_grid_follows_an_input_of_another_size() -> None:
     model = build_timm(dynamic_img_size=True).eval()
     assert run_forward(model, torch.randn(1, 3, 128, 48)).grid == (8, 3)

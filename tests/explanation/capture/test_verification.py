@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import timm
 import torch
-import transformers
 from torch import Tensor, nn
 
 import vit
@@ -18,39 +17,6 @@ from tests.explanation.model_zoo import build_hugging_face, build_ours, build_ti
 from vit.explanation.capture.forward import capture_attention, run_forward
 from vit.explanation.capture.reader import read_model
 from vit.explanation.methods.maps import compute_maps
-
-
-class MyAttention(nn.Module):
-    def __init__(self, width: int = 24) -> None:
-        super().__init__()
-        self.to_qkv = nn.Linear(width, 3 * width)
-
-    def forward(self, tokens: Tensor, **options: object) -> Tensor:
-        query, key, value = self.to_qkv(tokens).chunk(3, dim=-1)
-        return (query @ key.transpose(-2, -1) / 5).softmax(dim=-1) @ value
-
-
-def test_a_padded_image_is_refused_and_a_whole_one_read() -> None:
-    settings = {"dynamic_img_size": True, "dynamic_img_pad": True}
-    model, images = prepare(build_timm(**settings), (96, 96))
-    assert run_forward(model, images).grid == (6, 6)
-    with pytest.raises(ValueError, match="before the first attention layer"):
-        run_forward(model, images[..., :90, :90])
-
-
-class FewTokens(nn.Module):
-    """A Hugging Face model that attends between a few of its patches."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-        config = transformers.ViTMAEConfig(image_size=64, intermediate_size=8, **sizes)
-        self.backbone, self.head = transformers.ViTMAEModel(config), nn.Linear(8, 3)
-
-    def forward(self, images: Tensor) -> Tensor:
-        torch.manual_seed(0)  # the same masks in each pass
-        return self.head(self.backbone(images).last_hidden_state.mean(dim=1))
-
 
 OTHERS: dict[str, tuple[Callable[[], nn.Module], int, str]] = {
     "PiT": (lambda: timm.create_model("pit_ti_224"), 224, "no place in a map|something else"),
@@ -65,7 +31,6 @@ OTHERS: dict[str, tuple[Callable[[], nn.Module], int, str]] = {
         64,
         "doesn't return logits",
     ),
-    "masked patches": (FewTokens, 64, "are patches masked or merged"),
 }
 
 
@@ -100,21 +65,6 @@ def test_a_layer_that_never_runs_is_left_out() -> None:
     expected = vit.attribute(model, images, method="rollout")
     model.spare = copy.deepcopy(model.blocks[0])
     assert torch.equal(vit.attribute(model, images, method="rollout"), expected)
-
-
-@pytest.mark.parametrize("number", [0, 1])
-def test_an_attention_of_ones_own_in_a_known_model_is_read(number: int) -> None:
-    model = build_timm()
-    model.blocks[number].attn = MyAttention()
-    model, images = prepare(model, (64, 96))
-    with torch.no_grad(), vit.capture_attention(model) as record:
-        model(images)
-    assert [attention.shape[1] for attention in record.attentions].count(1) == 1
-    rollout = torch.eye(25)[:1].expand(2, 1, -1)
-    for attention in reversed(record.attentions):
-        rollout = (rollout + rollout @ attention.mean(dim=1)) / 2
-    found = vit.attribute(model, images, method="rollout").flatten(1)
-    assert (found - rollout[:, 0, 1:]).abs().max() < 1e-6
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -35,25 +35,20 @@ OnLayer = Callable[[int, AttentionLayer], Tensor | None]
 
 
 class Discovered(NamedTuple):
-    """The attention layers of a model, see `ForwardWatch` for the numbers.
+    """The attention layers of a model, see `ForwardWatch` for the numbers."""
 
-    Attributes:
-        num_tokens: For each layer in which all tokens attend to each other, their number.
-        attentions: Numbers of the layers' attentions; last that of a few queries that attend to the
-            tokens after them, if there is one.
-        links: Number of the result that enters each layer's block, and of the one that leaves the
-            last.
-        axes: Order of the axes that makes these [batch, tokens, channels], and back.
-        first: Name of the first module with weights that runs, with which a pass begins: a model's
-            parts may be called without the model.
-        patch_grids: Rows and columns of convolutions that make patches from pixels.
-    """
-
+    # for each layer in which all tokens attend to each other, their number
     num_tokens: list[int]
+    # of the layers, and last of a few queries that attend to the tokens after them, if there are any
     attentions: list[int]
+    # results that enter each layer's block, and the one that leaves the last
     links: list[int]
+    # order of their axes that makes them [batch, tokens, channels], and back
     axes: tuple[int, int, int]
+    # name of the first module with weights that runs, with which a pass begins: a model's parts may
+    # be called without the model
     first: str
+    # rows and columns of convolutions that make patches from pixels
     patch_grids: set[Grid]
 
     @property
@@ -173,11 +168,8 @@ def _find_number(tensor: Tensor) -> int:
 @torch.no_grad()
 def discover_layers(model: nn.Module, image_shape: tuple[int, ...]) -> Discovered:
     """Run a model on noise of the shape [channels, height, width] and find its attention layers, in
-    order.
-
-    Raises:
-        ValueError: No attention between all tokens is seen, or not to which tokens one is added.
-    """
+    order. Raise ValueError if none is seen between all tokens, or not to which tokens one is
+    added."""
     family = type(model).__name__
     images = draw_noise((1, *image_shape), next(model.parameters())).repeat(_BATCH, 1, 1, 1)
     watch = _Discovery()

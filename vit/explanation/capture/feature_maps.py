@@ -1,8 +1,5 @@
-"""Read the last feature map of a convolutional network, so that Grad-CAM can explain it. The places
-of the map take the role of the patches.
-
-The map is the last output of a module that has several places. It is a feature map if its sides are
-those of the image, [B, C, rows, columns] or with the channels last.
+"""Read the last feature map of a convolutional network, so that Grad-CAM can explain it: the last
+output of a module that has several places, if its sides have the proportions of the image.
 """
 
 import itertools
@@ -21,8 +18,8 @@ from vit.runtime.tensors import Images
 
 
 def order_channels(features: Tensor, images: Images) -> Float[Tensor, "B C rows columns"] | None:
-    """Return a feature map with its channels first. The two sides with the images' proportions are
-    rows and columns. Return None if there are none."""
+    """Return a feature map, whose channels may be last, with its channels first. Return None if no
+    two sides have the images' proportions."""
     height, width = images.shape[-2:]
     if features.ndim != 4 or len(features) != len(images):
         return None
@@ -62,11 +59,7 @@ def record_outputs(
 def check_feature_map(model: nn.Module, image: Float[Tensor, "1 channels height width"]) -> None:
     """Change each half of an image: the map's places in another half mustn't change more than those
     in that half, and the classifier must read nothing else. Places that see the whole image change
-    alike.
-
-    Raises:
-        ValueError: The last output with several places isn't such a feature map.
-    """
+    alike. Raise ValueError if the last output with several places isn't such a feature map."""
     height, width = (side // 2 for side in image.shape[2:])
     generator = torch.Generator().manual_seed(0)
     # noise, so that no part of the feature map is zero

@@ -196,9 +196,6 @@ def capture_attention(model: nn.Module, *, gradients: bool = False) -> Iterator[
 class Forward:
     """One recorded forward pass of a batch, and how its tokens are pooled.
 
-    A model without readable attention has no recorded layers. Its patches are the places of its
-    last feature map.
-
     Attributes:
         reader: The model.
         images: Normalised images; with gradients, a leaf of the graph of the tensors below.
@@ -209,7 +206,8 @@ class Forward:
         grid: Rows and columns of patches.
         tokens: Tokens that are pooled, after the last norm.
         target: The number that is explained.
-        feature_map: The feature map of a model without readable attention.
+        feature_map: The feature map of a model without readable attention, whose places take the
+            role of patches.
     """
 
     reader: ModelReader
@@ -243,17 +241,9 @@ def run_forward(
     gradients: bool = False,
     verify: bool = True,
 ) -> Forward:
-    """Run a classifier in evaluation mode and record what maps need. Modes and flags are restored.
-
-    Args:
-        model: A model, whose `ModelReader.source` is recorded.
-        images: Normalised images.
-        gradients: Keep the autograd graph from the images on, without the parameters.
-        verify: Check that maps of the recorded tensors are right. One pass of a model is enough.
-
-    Raises:
-        ValueError: The model's attention, pooling or feature map can't be read, or a check fails.
-    """
+    """Run a classifier in evaluation mode and record what maps need; `gradients` keeps the graph
+    from the images on. Raise ValueError if something can't be read, or with `verify`, which one pass
+    of a model needs, if a check fails."""
     reader = read_model(model, images)
     # a new leaf, so that the caller's tensor gets no gradient
     images = images.detach().clone().requires_grad_(gradients)
@@ -271,7 +261,7 @@ def run_forward(
             # attention may be read right, and its product still be no map of this model
             num_tokens = record.layers[0].num_tokens
             check_places(reader, one, num_prefix=forward.num_prefix_tokens, grid=forward.grid)
-            check_bypass(reader, one)
+            check_bypass(reader, one, num_tokens)
             check_mixing(reader, one, num_tokens)
         if verify:
             logits = forward.logits[:1].detach()
@@ -335,11 +325,8 @@ def _run_without_attention(reader: ModelReader, images: Images, record: Attentio
 
 def settle_source(reader: ModelReader, images: Images) -> None:
     """Find the source of maps of a model by its first image, its attention or else a feature map.
-    The reader keeps the answer, and why attention is refused.
-
-    Raises:
-        ValueError: The model has no maps that are right.
-    """
+    The reader keeps the answer, and why attention is refused. Raise ValueError if no maps are
+    right."""
     if reader.recall(images):
         return
     if reader.has_attention:

@@ -32,37 +32,25 @@ Source = Literal["attention", "feature map", "pixels"]
 
 @dataclass
 class _Findings:
-    """Findings about a model, without its modules.
-
-    Attributes:
-        attention: Its attention layers.
-        refusal: Why maps of its attention are refused.
-        drops_tokens: See `ModelReader.can_drop_tokens`.
-        pooled: Which of the tokens that leave the last block and the modules after it are pooled.
-        first_averaged: First token of a mean that is pooled; -1 without a mean.
-        checked: Description of the model and the images for which maps have passed the checks.
-    """
+    """Findings about a model, without its modules."""
 
     attention: Discovered | None = None
-    refusal: str = ""
+    refusal: str = ""  # why maps of its attention are refused
     drops_tokens: bool | None = None
+    # which of the tokens that leave the last block and the modules after it are pooled
     pooled: int | None = None
-    first_averaged: int | None = None
+    first_averaged: int | None = None  # first token of a mean that is pooled; -1 without a mean
+    # description of the model and the images for which maps have passed the checks
     checked: list[Any] | None = None
 
 
-# Findings about each module. See `ModelReader.keep`.
 _KEPT: WeakKeyDictionary[nn.Module, _Findings] = WeakKeyDictionary()
 
 
 class ModelReader:
-    """A model and the parts of it that maps need. Each is searched for when it is first needed.
-
-    Attributes:
-        model: The model, without the wrappers of torch.compile, DistributedDataParallel and peft.
-        image_shape: Channels, height and width of its images.
-        found: The findings so far.
-    """
+    """A model, for images [channels, height, width], and the parts of it that maps need. Each is
+    searched for when it is first needed. Wrappers of torch.compile, DistributedDataParallel and peft
+    are taken off."""
 
     def __init__(self, model: nn.Module, image_shape: tuple[int, ...]) -> None:
         self.model = unwrap_model(model)
@@ -82,10 +70,8 @@ class ModelReader:
         return False
 
     def keep(self, images: Images) -> None:
-        """Note that maps have passed their checks, also for the next reader of the module.
-
-        That gets no refusal. Its reason may be the images, or weights that training changes.
-        """
+        """Note that maps have passed their checks, also for the next reader of the module, but no
+        refusal: its reason may be the images, or weights that training changes."""
         self.found.checked = _describe(self.model, images)
         if self.has_attention:
             _KEPT[self.model] = self.found
@@ -115,7 +101,6 @@ class ModelReader:
 
     @property
     def source(self) -> Source:
-        """The source of maps of this model."""
         if self.has_attention:
             return "attention"
         # models have no common feature map
@@ -124,11 +109,8 @@ class ModelReader:
     def find_places(self) -> tuple[int, Grid]:
         """Find the number of prefix tokens and the grid of the patches; `check_places` looks
         whether it is right. All tokens that aren't patches are prefix tokens: class, registers,
-        prompts. Without a convolution, patches are taken to be squares.
-
-        Raises:
-            ValueError: The layers' tokens are not the patches of the images.
-        """
+        prompts. Without a convolution, patches are taken to be squares. Raise ValueError if there
+        are no such patches."""
         attention = self.attention
         _, height, width = self.image_shape
         num_tokens = attention.num_tokens[0]

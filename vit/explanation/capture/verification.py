@@ -25,6 +25,8 @@ _INNER_PATCHES = 4  # number of patches that are checked in addition to the corn
 # Largest change of a token far from a changed patch where convolutions overlap, as a fraction of
 # the largest: that of norms over a feature map is below 0.02, that of an attention above 0.1.
 _FAR_TOLERANCE = 0.05
+# number of tokens up to which all copies of an image run in one batch
+_TOKENS_AT_ONCE = 1100
 
 OneImage = Float[Tensor, "1 channels height width"]
 
@@ -35,12 +37,9 @@ class _Stop(Exception):
 
 @torch.no_grad()
 def check_places(reader: ModelReader, image: OneImage, *, num_prefix: int, grid: Grid) -> None:
-    """Change some patches of the image, including the corners, each in a copy.
-
-    Raises:
-        ValueError: Another token than that of a changed patch changes (with overlapping patches on
-            at least three rows or columns, a neighbour may change most).
-    """
+    """Change some patches of the image, including the corners, each in a copy of it. Raise
+    ValueError if another token than that of a changed patch changes; with overlapping patches on at
+    least three rows or columns, a neighbour may change most."""
     rows, columns = grid
     height, width = image.shape[2] // rows, image.shape[3] // columns
     generator = torch.Generator().manual_seed(0)
@@ -50,11 +49,6 @@ def check_places(reader: ModelReader, image: OneImage, *, num_prefix: int, grid:
     places += [divmod(patch, columns) for patch in inner]
     # noise is visible even if the model clips values
     noise = draw_noise(image[0].shape, image, generator)
-    copies = image.detach().repeat(1 + len(places), 1, 1, 1)
-    for copy, (row, column) in zip(copies[1:], places, strict=True):
-        top, left = row * height, column * width
-        patch = (..., slice(top, top + height), slice(left, left + width))
-        copy[patch] += noise[patch]
     overlaps: list[bool] = []  # for each convolution
     is_wrong = False
 
@@ -69,20 +63,25 @@ def check_places(reader: ModelReader, image: OneImage, *, num_prefix: int, grid:
             border = module.padding[axis] if isinstance(module.padding, tuple) else 0
             is_wrong |= reads_image and abs(kernel - stride - 2 * border) > stride
 
-    changes = torch.empty(0)
+    changes: list[Float[Tensor, " N"]] = []
 
     # the tokens that enter the first block are enough
     def record_and_stop(tokens: Tensor) -> Tensor:
-        nonlocal changes
-        changes = (tokens[1:] - tokens[:1]).norm(dim=2).cpu()  # [places, N]
+        changes.append((tokens[1] - tokens[0]).norm(dim=1).cpu())
         raise _Stop
 
     with ExitStack() as stack:
         for module in reader.model.modules():
             if isinstance(module, nn.Conv2d):
                 stack.enter_context(module.register_forward_hook(check_overlap))
-        with suppress(_Stop), reader.change_tokens(record_and_stop):
-            compute_logits(reader.model, copies)
+        # one pair at a time, because all pairs of large images would take much memory
+        for row, column in places:
+            top, left = row * height, column * width
+            patch = (..., slice(top, top + height), slice(left, left + width))
+            pair = image.detach().repeat(2, 1, 1, 1)
+            pair[1][patch] += noise[patch]
+            with suppress(_Stop), reader.change_tokens(record_and_stop):
+                compute_logits(reader.model, pair)
 
     bound, far, reach = find_tolerance(image), 0, torch.zeros(2, 1)
     if any(overlaps):
@@ -134,10 +133,7 @@ def check_mixing(reader: ModelReader, image: OneImage, num_tokens: int) -> None:
 
     If the other half changes, each of its tokens changes alone: nothing else mixes tokens, the
     attention has the tokens' order, and each token keeps its own. If the half changes to which all
-    attend, all change: the attention is between tokens.
-
-    Raises:
-        ValueError: Something else changes, so a map of the attention is none of the model.
+    attend, all change: the attention is between tokens. Otherwise raise ValueError.
     """
     generator = torch.Generator().manual_seed(0)
     groups = [
@@ -158,10 +154,9 @@ def check_mixing(reader: ModelReader, image: OneImage, num_tokens: int) -> None:
     def attend(number: int, layer: AttentionLayer) -> Tensor | None:
         if number == len(groups):
             return None
-        group = groups[number]
-        weights = ((group < 2) / (group < 2).sum()).repeat(num_tokens, 1)
-        weights[group == 2] = (weights[group == 2] + torch.eye(num_tokens)[group == 2]) / 2
-        return weights.to(layer.value) @ layer.value
+        group = groups[number].to(layer.value.device)
+        mean = layer.value[:, :, group < 2].mean(dim=2, keepdim=True)
+        return torch.where((group == 2)[:, None], (mean + layer.value) / 2, mean)
 
     seen = _follow(reader, image.detach().repeat(3, 1, 1, 1), change, attend)
     for number, (group, arrived) in enumerate(zip(groups, seen[1:-1], strict=True), start=1):
@@ -191,15 +186,12 @@ def check_mixing(reader: ModelReader, image: OneImage, num_tokens: int) -> None:
 
 
 @torch.no_grad()
-def check_bypass(reader: ModelReader, image: OneImage) -> None:
+def check_bypass(reader: ModelReader, image: OneImage, num_tokens: int) -> None:
     """Change the pixels and the tokens that enter each block, each in some copies of the image.
 
     A block must read the tokens of the block before and nothing else: in copies that have the same
     tokens there, the next tokens are the same, whatever pixels and earlier tokens they had. The
-    tokens that leave the last block in this way decide the logits.
-
-    Raises:
-        ValueError: Something leads around the tokens of a block.
+    tokens that leave the last block in this way decide the logits. Otherwise raise ValueError.
     """
     num_layers = reader.attention.num_layers
     readers = [f"attention layer {number}" for number in range(1, num_layers + 1)]
@@ -209,6 +201,25 @@ def check_bypass(reader: ModelReader, image: OneImage) -> None:
     codes = itertools.combinations(range(num_copies), num_copies // 2)
     # copies of the image that the pixels, and then the tokens of each link, change
     marks = torch.tensor([[copy in code for copy in range(num_copies)] for code in codes])
+    tolerance = find_tolerance(image)
+    for part in torch.split(marks, num_copies if num_tokens <= _TOKENS_AT_ONCE else 1, dim=1):
+        arrived = _follow_copies(reader, image.detach(), part)
+        for name, is_marked, norms in zip(readers, part, arrived, strict=False):
+            size, *changes = norms.reshape(len(norms), -1).norm(dim=1)
+            scale = max(*changes, tolerance * size)
+            if (torch.stack(changes) > tolerance * scale)[~is_marked].any():
+                raise ValueError(
+                    f"{name} of {type(reader.model).__name__} reads something other than the tokens "
+                    "of the block before (a skip connection, tokens of earlier blocks, a second "
+                    "encoder?), so a map of its attention shows a part of the model"
+                )
+
+
+def _follow_copies(
+    reader: ModelReader, image: OneImage, marks: Tensor
+) -> list[Float[Tensor, "B ..."]]:
+    """Follow an image and copies of it, with noise on the pixels and the tokens of each link in
+    those that are marked."""
     generator = torch.Generator().manual_seed(0)
 
     def add_noise(tensor: Tensor, is_changed: Tensor, scale: float | Tensor) -> Tensor:
@@ -220,15 +231,4 @@ def check_bypass(reader: ModelReader, image: OneImage) -> None:
     def change(link: int, tokens: Tensor) -> Tensor:
         return add_noise(tokens, marks[link + 1], tokens[:1].std())
 
-    copies = add_noise(image.detach(), marks[0], 1.0)
-    tolerance = find_tolerance(image)
-    arrived = _follow(reader, copies, change, lambda number, layer: None)
-    for name, is_marked, norms in zip(readers, marks, arrived, strict=False):
-        size, *changes = norms.reshape(len(norms), -1).norm(dim=1)
-        scale = max(*changes, tolerance * size)
-        if (torch.stack(changes) > tolerance * scale)[~is_marked].any():
-            raise ValueError(
-                f"{name} of {type(reader.model).__name__} reads something other than the tokens of "
-                "the block before (a skip connection, tokens of earlier blocks, a second encoder?), "
-                "so a map of its attention shows a part of the model"
-            )
+    return _follow(reader, add_noise(image, marks[0], 1.0), change, lambda number, layer: None)
