@@ -14,8 +14,6 @@ from tests.explanation.capture.hand_written import (
     attend_by_products,
     blocks,
     build,
-    module_softmax,
-    own,
     torch_attention,
 )
 from vit.explanation.capture.forward import capture_attention
@@ -85,22 +83,14 @@ def test_attention_maps_are_those_of_the_products_in_float64(
         assert_close(found.values[:, 0].flatten(1), expected[:, 0, prefix:])
 
 
-ATTENTIONS = {
-    "softmax": own("chunk", module_softmax),
-    "tokens first": torch_attention(batch_first=False, need_weights=False),
-    "torch": torch_attention(batch_first=True, need_weights=True),
-}
-
-
-@pytest.mark.parametrize(("outside", "inside"), [("softmax", "softmax"), ("tokens first", "torch")])
 @pytest.mark.parametrize("pool", ["class", "mean"])
-def test_an_encoder_that_adds_is_read_as_the_same_blocks_are(
-    pool: str, outside: str, inside: str
-) -> None:
+def test_an_encoder_that_adds_is_read_as_the_same_blocks_are(pool: str) -> None:
     """The tokens between the blocks are found, and every method, removal too, gives the same."""
-    encoder = PairsOfLayers(ATTENTIONS[outside], norm=False)
+    outside = torch_attention(batch_first=False, need_weights=False)
+    inside = torch_attention(batch_first=True, need_weights=True)
+    encoder = PairsOfLayers(outside, norm=False)
     adds, images = build(lambda: Classifier(encoder, pool=pool))
-    whole, _ = build(lambda: Classifier(blocks(ATTENTIONS[inside]), pool=pool))
+    whole, _ = build(lambda: Classifier(blocks(inside), pool=pool))
     for block, (attention, feed_forward) in zip(whole.encoder, encoder.layers, strict=True):
         block.attention.load_state_dict(attention.fn.state_dict())
         block.ln1 = attention.norm
@@ -113,6 +103,5 @@ def test_an_encoder_that_adds_is_read_as_the_same_blocks_are(
         remove = build_removal(forward.reader, images, grid=forward.grid)
         kept = remove(torch.tensor([0, 1]), torch.tensor([[1, 3, 7], [5, 4, 0]]))
         maps.append([kept, *(one.values for one in found)])
-    assert adds.encoder is encoder
     for one, other in zip(*maps, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)

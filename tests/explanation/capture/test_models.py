@@ -152,17 +152,13 @@ def test_layers_that_see_texts_are_left_out(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # torch will move quantisation to another package
-def test_a_quantised_model_answers_and_its_maps_are_refused() -> None:
+def test_maps_of_a_quantised_model_are_refused() -> None:
     model = transformers.ViTForImageClassification(transformers.ViTConfig(**_HUGGING_FACE)).eval()
     quantised = torch.ao.quantization.quantize_dynamic(model, {nn.Linear})
     names = [f"class {number}" for number in range(model.num_labels)]
     preprocess = vit.Preprocess((64, 64))
     bundle = Bundle.from_model(quantised, class_names=names, preprocess=preprocess)
-    assert (
-        bundle.sha256 != Bundle.from_model(model, class_names=names, preprocess=preprocess).sha256
-    )
     photo = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
-    assert vit.predict(bundle, photo, precision="float32").predictions[0].classes
     for methods in ("auto", "rollout"):
         with pytest.raises(ValueError, match="explain a quantised model before it is quantised"):
             vit.explain(bundle, photo, methods=methods)
