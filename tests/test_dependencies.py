@@ -17,7 +17,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # folder or file in vit/ → the extras whose users run it
 EXTRAS = {
     "analysis/audit": ["audit"],
-    "data/dicom.py": ["dicom"],
+    "data/depth.py": ["dicom"],
     "data/images.py": ["heic"],
     "data/inputs.py": ["datasets"],
     "data/sources/huggingface.py": ["datasets"],

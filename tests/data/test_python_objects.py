@@ -9,8 +9,8 @@ import torch
 from PIL import Image
 
 from vit.data.dataset import ImageRule
+from vit.data.images import convert_pixels
 from vit.data.open import open_passed
-from vit.data.python_images import convert_pixels
 from vit.data.sources.python_objects import find_python_objects
 
 COUNT = 12

@@ -6,8 +6,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from vit.data.images import ImageInputs, list_images
-from vit.data.python_images import iterate_images
+from vit.data.images import ImageInputs, iterate_images, list_images
 from vit.data.sources.tables import is_table, list_table_images
 from vit.runtime.files import expand_home
 

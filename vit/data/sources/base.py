@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from vit.data.dicom import DICOM_HINT
+from vit.data.depth import DICOM_HINT
 from vit.data.duplicates import hash_pixels
 from vit.data.images import HEIF_HINT, list_files, read_image, to_rgb
 from vit.runtime.arguments import shorten

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from vit.data.dataset import Request
-from vit.data.python_images import IMAGE_KEYS, LABEL_KEYS, find_key
+from vit.data.images import IMAGE_KEYS, LABEL_KEYS, find_key
 from vit.data.sources.base import SPLIT_OF, Listing
 from vit.data.sources.python_objects import find_class_names, find_python_objects
 from vit.data.sources.shards import is_remote, list_by_split

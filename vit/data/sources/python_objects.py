@@ -8,8 +8,7 @@ import numpy as np
 from PIL import Image
 
 from vit.data.class_names import sort_class_names
-from vit.data.images import open_pixels
-from vit.data.python_images import IMAGE_KEYS, LABEL_KEYS, find_key
+from vit.data.images import IMAGE_KEYS, LABEL_KEYS, find_key, open_pixels
 from vit.data.sources.base import SPLIT_OF, ImageReader, Listing, hash_stored
 from vit.runtime.arguments import as_tuple, shorten
 
