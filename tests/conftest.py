@@ -48,7 +48,7 @@ jaxtyping.install_import_hook(
     [
         "vit.model",
         "vit.explanation",
-        "vit.data.crop",
+        "vit.data.image_ops",
         "vit.data.loader",
         "vit.data.augment",
         "vit.data.random",

@@ -327,15 +327,27 @@ def load_bundle(
             found = open_folder(path)
         else:
             content = read_weights(path)
-            if content.metadata:
-                if class_names is not None or preprocess is not None:
-                    raise ValueError(f"{source} has class names and preprocessing of its own")
-                bundle = build_bundle(content, path, model=model, device=device)
-                return dataclasses.replace(bundle, name=str(source))
+            metadata = content.metadata
+            if metadata and (class_names is not None or preprocess is not None):
+                raise ValueError(f"{source} has class names and preprocessing of its own")
             if model is None:
                 model = build(content, origin=str(path))
             else:
                 load_into(model, content.weights, origin=str(path))
+            if metadata:
+                return Bundle(
+                    model=model.eval().to(device),
+                    preprocess=Preprocess.from_dict(metadata["preprocess"]),
+                    class_names=tuple(metadata["class_names"]),
+                    name=str(source),
+                    sha256=compute_sha256(path),
+                    config=metadata["config"],
+                    data=metadata["data"],
+                    metadata=metadata,
+                    training_hashes=content.training_hashes,
+                    # an earlier version found features of other libraries' models
+                    likeness=content.likeness if count_features(model) else None,
+                )
             found = OpenedModel(model)
     if preprocess is None and found.preprocess is not None:
         preprocess = Preprocess.from_dict(found.preprocess)
@@ -346,36 +358,3 @@ def load_bundle(
     )
     data = {"task": MULTILABEL} if found.is_multilabel else bundle.data
     return dataclasses.replace(bundle, data=data, name=str(source))
-
-
-def build_bundle(
-    content: ModelFile,
-    path: Path,
-    *,
-    model: nn.Module | None = None,
-    device: str | torch.device = "cpu",
-) -> Bundle:
-    """Build the model in the content of a model file. See `load_bundle`."""
-    metadata = content.metadata
-    if model is None:
-        model = build(content, origin=str(path))
-    else:
-        load_into(model, content.weights, origin=str(path))
-    likeness, width = content.likeness, count_features(model)
-    if not width:
-        # an earlier version found features of other libraries' models
-        likeness = None
-    elif likeness is not None and likeness.training_features.shape[1] != width:
-        raise ValueError(f"{path} is damaged: its model has {width} features; copy it again")
-    return Bundle(
-        model=model.eval().to(device),
-        preprocess=Preprocess.from_dict(metadata["preprocess"]),
-        class_names=tuple(metadata["class_names"]),
-        name=str(path),
-        sha256=compute_sha256(path),
-        config=metadata["config"],
-        data=metadata["data"],
-        metadata=metadata,
-        training_hashes=content.training_hashes,
-        likeness=likeness,
-    )

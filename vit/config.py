@@ -78,8 +78,8 @@ class DataConfig(_Section):
     image_size: int | tuple[int, int] | None = 32
     # crop / resized side; None: the model's or 1
     crop_pct: float | None = Field(None, gt=0, le=1)
-    # crop: the centre; pad: with a border; stretch: in another shape; None: the model's or crop
-    resize_mode: Literal["crop", "pad", "stretch"] | None = None
+    # crop: the centre; stretch: the whole image; None: the model's or crop
+    resize_mode: Literal["crop", "stretch"] | None = None
     # black and white of 16-bit and floating-point images; None: measured
     value_range: Annotated[tuple[float, float], _RISING] | None = None
     # None: the training images', or the pretrained model's

@@ -56,7 +56,7 @@ def model_file(root: Path, tmp_path: Path, save_model: SaveModel) -> Path:
         "train": {"seed": 1},
     }
     dataset = decode_dataset(
-        open_dataset("folder", root=root).split("train"), size=(8, 8), progress=False
+        open_dataset("folder", root=root).split("train"), Preprocess((8, 8)), progress=False
     )
     return save_model(
         tmp_path / "run" / "model.safetensors",
@@ -279,7 +279,7 @@ def test_a_cross_validated_run_is_measured_by_its_out_of_fold_predictions(
     }  # fmt: skip
     everything = decode_dataset(
         open_dataset("folder", root=root, rule=ImageRule(validation_fraction=0)).split("train"),
-        size=(8, 8),
+        Preprocess((8, 8)),
         progress=False,
     )
     save_model(

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from vit.data.augment import Augmentation
-from vit.data.crop import Crop
 from vit.data.dataset import ImageDataset
 from vit.data.loader import TrainLoader
 from vit.data.preprocess import Preprocess
@@ -18,14 +17,15 @@ from vit.runtime.processes import Process
 PREPROCESS = Preprocess((16, 20), crop_pct=0.8)
 AUGMENTS = {
     "none": Augmentation(),
-    "crop and flip": Augmentation(crop=Crop(padding=2, flip="random")),
-    "cutout": Augmentation(crop=Crop(flip="alternating"), cutout=4),
-    "resized crop": Augmentation(crop=Crop(scale=(0.3, 1.0), flip="random")),
+    "crop and flip": Augmentation(crop_padding=2, flip="random"),
+    "cutout": Augmentation(flip="alternating", cutout=4),
+    "resized crop": Augmentation(resized_crop_scale=(0.3, 1.0), flip="random"),
     "jitter": Augmentation(color_jitter=0.3),
     "mixup": Augmentation(mixup=0.8),
     "cutmix": Augmentation(cutmix=1.0),
     "all": Augmentation(
-        crop=Crop(padding=2, flip="random"),
+        crop_padding=2,
+        flip="random",
         cutout=4,
         color_jitter=0.2,
         mixup=0.8,

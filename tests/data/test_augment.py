@@ -6,105 +6,81 @@ import pytest
 import torch
 from torch import Tensor
 
-from vit.data.augment import (
-    Augmentation,
-    AugmentParams,
-    color_and_normalize,
-    mix_batch,
-    sample_beta,
-)
-from vit.data.crop import Crop, crop_and_flip
+from vit.data.augment import Augmentation, AugmentParams, sample_beta
+from vit.data.image_ops import augment_images, mix_batch
 from vit.data.preprocess import Preprocess
 from vit.data.random import StatelessRandom
 
 SIZE = (16, 20)
-PREPROCESS = Preprocess(SIZE, mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25))
+# pixels from -127.5 to 127.5
+PREPROCESS = Preprocess(SIZE, mean=(0.5,) * 3, std=(1 / 255,) * 3)
 IDS = torch.arange(200)
 
 
-def pictures(count: int = 200, size: tuple[int, int] = SIZE) -> Tensor:
+def pictures(count: int = 200) -> Tensor:
     generator = torch.Generator().manual_seed(2)
-    return torch.randint(0, 256, (count, *size, 3), dtype=torch.uint8, generator=generator)
+    return torch.randint(0, 256, (count, *SIZE, 3), dtype=torch.uint8, generator=generator)
 
 
 def sample(
+    augment: Augmentation, ids: Tensor = IDS, *, epoch: int = 0, size: tuple[int, int] = SIZE
+) -> AugmentParams:
+    rng = StatelessRandom(0, epoch, ids)
+    return augment.sample(rng, PREPROCESS, size, mix=True)
+
+
+def run(
     augment: Augmentation,
-    ids: Tensor,
+    images: Tensor | None = None,
     *,
     epoch: int = 0,
-    stored_size: tuple[int, int] = SIZE,
-    size: tuple[int, int] = SIZE,
-) -> AugmentParams:
-    return augment.sample(
-        StatelessRandom(0, epoch, ids),
-        stored_size=stored_size,
-        size=size,
-        full_height=SIZE[0],
-        mix=True,
-    )
-
-
-def cut(
-    augment: Augmentation,
-    epoch: int = 0,
-    ids: Tensor = IDS,
-    images: Tensor | None = None,
     size: tuple[int, int] = SIZE,
 ) -> Tensor:
-    images = pictures() if images is None else images
-    params = sample(augment, ids, epoch=epoch, stored_size=(images.shape[1], images.shape[2]))
-    return crop_and_flip(images, ids, params.crop, size=size)
-
-
-def finish(
-    augment: Augmentation, pixels: Tensor, epoch: int = 0, size: tuple[int, int] = SIZE
-) -> Tensor:
-    params = sample(augment, torch.arange(len(pixels)), epoch=epoch, size=size)
-    return color_and_normalize(pixels, params, preprocess=PREPROCESS, size=size)
+    params = sample(augment, epoch=epoch, size=size)
+    stored = pictures() if images is None else images
+    return augment_images(stored, IDS, params, preprocess=PREPROCESS, size=size)
 
 
 def test_crop_with_padding_is_a_shift_of_the_reflected_image_by_each_samples_own_draw() -> None:
-    got, padding, rng = cut(Augmentation(crop=Crop(padding=4))), 4, StatelessRandom(0, 0, IDS)
+    got, rng = run(Augmentation(crop_padding=4)), StatelessRandom(0, 0, IDS)
     down = rng.integers("crop y", below=9)
     right = rng.integers("crop x", below=9)
     assert set(down.tolist()) == set(right.tolist()) == set(range(9))
-    for index, image in enumerate(pictures().numpy()):
-        padded = np.pad(image, ((padding, padding), (padding, padding), (0, 0)), mode="reflect")
+    for index, image in enumerate(PREPROCESS.normalize(pictures()).numpy()):
+        padded = np.pad(image, ((0, 0), (4, 4), (4, 4)), mode="reflect")
         top, left = down[index], right[index]
-        np.testing.assert_array_equal(got[index].numpy(), padded[top : top + 16, left : left + 20])
+        expected = padded[:, top : top + 16, left : left + 20]
+        np.testing.assert_allclose(got[index].numpy(), expected, atol=1e-4)
 
 
 def test_alternating_flip_shows_each_side_every_other_epoch() -> None:
-    epochs = [cut(Augmentation(crop=Crop(flip="alternating")), epoch) for epoch in range(4)]
+    epochs = [run(Augmentation(flip="alternating"), epoch=epoch) for epoch in range(4)]
     assert torch.equal(epochs[0], epochs[2])
     assert torch.equal(epochs[1], epochs[3])
-    assert torch.equal(epochs[0], epochs[1].flip(2))
-    flipped = (epochs[0] != pictures()).flatten(1).any(1).float().mean()
+    assert torch.equal(epochs[0], epochs[1].flip(3))
+    flipped = (epochs[0] != run(Augmentation())).flatten(1).any(1).float().mean()
     assert 0.4 < flipped < 0.6
 
 
 def test_cutout_sets_one_square_a_sample_to_the_mean() -> None:
-    images = finish(Augmentation(cutout=6), torch.full((200, *SIZE, 3), 255, dtype=torch.uint8))
-    hidden = (images == 0).all(1)
+    white = torch.full((200, *SIZE, 3), 255, dtype=torch.uint8)
+    hidden = (run(Augmentation(cutout=6), white) == 0).all(1)
     sides = hidden.any(2).sum(1), hidden.any(1).sum(1)
     assert torch.equal(hidden.sum((1, 2)), sides[0] * sides[1])  # a rectangle
     assert sides[0].max() == sides[1].max() == 6
     assert sides[0].min() >= 3  # the centre is inside
     assert hidden.flatten(1).float().mean(0).min() > 0  # everywhere
-    smaller = finish(
-        Augmentation(cutout=6), torch.full((200, *SIZE, 3), 255, dtype=torch.uint8), size=(8, 10)
-    )
+    smaller = run(Augmentation(cutout=6), white, size=(8, 10))
     assert (smaller == 0).all(1).any(2).sum(1).max() == 3
 
 
-def mixed(
-    augment: Augmentation, count: int = 400, epoch: int = 0
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    ids = torch.arange(count)
-    images = PREPROCESS.normalize(pictures(count))
-    labels = ids % 7
-    params = sample(augment, ids, epoch=epoch)
-    out, targets = mix_batch(images, labels, params.mix, num_classes=7)
+def mixed(augment: Augmentation) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ids = torch.arange(400)
+    images, labels = PREPROCESS.normalize(pictures(400)), ids % 7
+    params = sample(augment, ids)
+    assert params.own_weight is not None
+    assert params.mixed_boxes is not None
+    out, targets = mix_batch(images, labels, params.own_weight, params.mixed_boxes, num_classes=7)
     return images, labels, out, targets
 
 
@@ -115,7 +91,7 @@ def test_mixup_blends_neighbours_and_targets_by_the_same_weight() -> None:
         weight = targets[index, labels[index]].item()
         assert targets[index, labels[partner]].item() == pytest.approx(1 - weight, abs=1e-6)
         expected = weight * images[index] + (1 - weight) * images[partner]
-        torch.testing.assert_close(out[index], expected, atol=1e-5, rtol=0)
+        torch.testing.assert_close(out[index], expected, atol=1e-3, rtol=0)
     weights = targets[torch.arange(400), labels]
     assert weights.std() > 0.2
 

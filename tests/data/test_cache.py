@@ -16,7 +16,7 @@ from PIL import Image
 
 from vit.data import cache as decoding
 from vit.data.cache import decode_dataset
-from vit.data.dataset import ImageDataset
+from vit.data.dataset import ImageDataset, ImageRule
 from vit.data.images import read_image
 from vit.data.open import open_dataset
 from vit.data.preprocess import Preprocess
@@ -32,7 +32,8 @@ def cache(tmp_path: Path) -> Path:
 
 def build(source: ImageDataset, cache: Path, **options: object) -> ImageDataset:
     return decode_dataset(
-        source, **{"size": (9, 8), "cache_dir": cache, "progress": False} | options
+        source,
+        **{"preprocess": Preprocess((9, 8)), "cache_dir": cache, "progress": False} | options,
     )
 
 
@@ -105,17 +106,6 @@ def test_a_process_that_is_killed_is_one_error_and_the_next_run_is_right(
     assert_same(build(killing, cache, workers=2), build(source, cache / "one", workers=1))
 
 
-def test_without_its_pixels_a_dataset_is_built_again(
-    array_source: ImageDataset, cache: Path
-) -> None:
-    expected = np.array(build(array_source, cache).pixels)
-    (pixels,) = cache.glob("*.decoded/images.u8")
-    pixels.unlink()
-    # nobody needs to hear of a file that was deleted: a warning would fail the test
-    for _ in range(2):
-        np.testing.assert_array_equal(build(array_source, cache).pixels, expected)
-
-
 def test_a_builder_that_died_leaves_nothing_that_is_used(
     array_source: ImageDataset, cache: Path
 ) -> None:
@@ -128,9 +118,9 @@ def test_a_builder_that_died_leaves_nothing_that_is_used(
     # killed: nothing could clean up
     done = build(array_source, cache / "reference")
     (place,) = (cache / "reference").glob("*.decoded")
-    half = cache / f"{place.stem}.building"
+    half = cache / f"{place.stem}.0123.building"
     half.mkdir()
-    (half / "images.u8").write_bytes(b"\0" * 1000)
+    (half / "images.npy").write_bytes(b"\0" * 1000)
     np.testing.assert_array_equal(build(array_source, cache).pixels, done.pixels)
     assert not half.exists()
 
@@ -143,7 +133,7 @@ def _build_and_count(root: Path, cache: Path) -> bool:
         built.append(True),
         original(*arguments, **options),
     )[1]
-    decode_dataset(source, size=(9, 8), cache_dir=cache, progress=False)
+    decode_dataset(source, Preprocess((9, 8)), cache_dir=cache, progress=False)
     return bool(built)
 
 
@@ -195,7 +185,7 @@ def test_fingerprint_changes_with_pixels_labels_class_order_and_split_and_with_n
     renamed = replace(array_source, ids=[f"other/{index}" for index in range(60)], name="copy")
     assert build(array_source.subset(order), cache).fingerprint == base
     assert build(renamed, cache).fingerprint == base
-    assert build(array_source, cache, size=(3, 3)).fingerprint == base
+    assert build(array_source, cache, preprocess=Preprocess((3, 3))).fingerprint == base
     pixels = array_source.reader.places.copy()
     pixels[17, 0, 0, 0] ^= 1
     labels = array_source.labels.copy()
@@ -228,7 +218,7 @@ def test_the_cache_cannot_be_changed_through_its_pixels(
 ) -> None:
     dataset = build(array_source, cache)
     before = np.array(dataset.pixels[0])
-    dataset.pixels[0] = 0
+    dataset.pixels.stored[0] = 0
     np.testing.assert_array_equal(build(array_source, cache).pixels[0], before)
 
 
@@ -251,13 +241,40 @@ def test_an_image_is_known_by_its_bytes_and_decoded_once(
     assert_same(build(open_dataset("folder", root=moved).split("all"), cache), first)
 
 
+def test_another_seed_or_fraction_of_the_splits_decodes_nothing_again(
+    make_folder: MakeFolder, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = folder_source(make_folder, count=20)
+    root = source.reader.root
+    (root / "dog/3.png").write_text("no image")
+
+    def build_all(**rule: Any) -> set[str]:
+        splits = open_dataset("folder", root=root, rule=ImageRule(**rule))
+        shown = set()
+        for name in ("train", "validation", "test"):
+            split = splits.split(name)
+            found = build(split, cache, together=splits.pool, max_unreadable_fraction=0.5)
+            expected = [Preprocess((9, 8)).to_uint8(read_image(root / each)) for each in found.ids]
+            np.testing.assert_array_equal(found.pixels, expected)
+            # the loader's images are those of the split alone
+            assert len(found.pixels) == len(found) == len(split) - len(found.unreadable)
+            shown |= {*found.ids, *(each for each, _ in found.unreadable)}
+        return shown
+
+    everything = build_all()
+    assert len(everything) == 40
+    monkeypatch.setattr(decoding, "_decode_chunk", None)
+    assert build_all(split_seed=7) == everything
+    assert build_all(validation_fraction=0.4, test_fraction=0.3) == everything
+
+
 def test_folders_that_nobody_opens_are_removed(make_folder: MakeFolder, cache: Path) -> None:
     source = folder_source(make_folder)
     fingerprints = set()
     for number in range(3):
         Image.new("RGB", (32, 24), (number, 0, 0)).save(source.reader.root / source.ids[3])
         found = build(source, cache)
-        assert found.pixels[3, 0, 0, 0] == number
+        assert found.pixels[3][0, 0, 0] == number
         fingerprints.add(found.fingerprint)
     assert len(fingerprints) == 3
     (cache / "my-4x4-photos").mkdir()
@@ -266,7 +283,7 @@ def test_folders_that_nobody_opens_are_removed(make_folder: MakeFolder, cache: P
         os.utime(folder, (0, 0))
     # opened again, it is young
     build(source, cache)
-    build(source, cache, size=(4, 4))
+    build(source, cache, preprocess=Preprocess((4, 4)))
     assert len(set(cache.glob("*.decoded")) & set(folders)) == 1
     assert len(list(cache.glob("*.decoded"))) == 2
     assert (cache / "my-4x4-photos").exists()

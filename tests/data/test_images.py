@@ -111,13 +111,14 @@ def test_normalization_is_the_formula() -> None:
 
 
 def test_preprocess_survives_json_and_refuses_nonsense() -> None:
-    preprocess = Preprocess((16, 24), crop_pct=0.9, value_range=(-1.5, 2), resize_mode="pad")
+    preprocess = Preprocess((16, 24), crop_pct=0.9, value_range=(-1.5, 2), resize_mode="stretch")
     assert Preprocess.from_dict(preprocess.to_dict()) == preprocess
     for wrong in (
         {"image_size": (0, 3)},
         {"crop_pct": 1.5},
         {"interpolation": "nearest"},
         {"value_range": (3, 3)},
+        {"resize_mode": "pad"},
     ):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             Preprocess.from_dict(preprocess.to_dict() | wrong)

@@ -63,7 +63,7 @@ def test_a_planted_training_image_is_found(
 ) -> None:
     root = write_images(tmp_path / "set", "1", "2")
     training = decode_dataset(
-        open_dataset("folder", root=root).split("all"), size=(8, 8), progress=False
+        open_dataset("folder", root=root).split("all"), Preprocess((8, 8)), progress=False
     )
     held = write_images(tmp_path / "test", "1", "2", count=1)
     Image.open(root / "1" / "0.png").save(held / "2" / "copy.png")

@@ -22,6 +22,7 @@ from tests.conftest import TINY_RUN, Launcher
 from vit.data.cache import decode_dataset
 from vit.data.dataset import ImageDataset
 from vit.data.open import open_dataset
+from vit.data.preprocess import Preprocess
 from vit.runtime import machine
 from vit.runtime.locks import lock_file
 
@@ -118,7 +119,7 @@ class TestNoLocks:
         self, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         source = open_dataset("folder", root=photos).split("all")
-        expected = decode_dataset(source, size=(8, 8), cache_dir=tmp_path / "alone")
+        expected = decode_dataset(source, Preprocess((8, 8)), cache_dir=tmp_path / "alone")
         monkeypatch.setattr(fcntl, "flock", fail_with(errno.ENOLCK))
         both = threading.Barrier(2)
         original = ImageDataset.image
@@ -133,7 +134,9 @@ class TestNoLocks:
 
         def decode() -> None:
             decoded.append(
-                decode_dataset(source, size=(8, 8), cache_dir=tmp_path / "both", progress=False)
+                decode_dataset(
+                    source, Preprocess((8, 8)), cache_dir=tmp_path / "both", progress=False
+                )
             )
 
         threads = [threading.Thread(target=decode) for _ in range(2)]

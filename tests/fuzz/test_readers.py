@@ -25,6 +25,7 @@ from vit.data.dataset import ImageRule
 from vit.data.images import read_image
 from vit.data.inputs import list_inputs
 from vit.data.open import open_dataset, require_kind
+from vit.data.preprocess import Preprocess
 
 # every kind of place is read whatever characters are in its path
 NAMES = ["photos #2", "a:b", "it's", 'a "b"', "a[1] {x}", "100 %", "a,b; c|d", "größe"]
@@ -254,11 +255,15 @@ def test_damaged_configurations_and_corrections(tmp_path: Path, tiny_run: Path, 
         read_corrections(path)
 
 
-@pytest.mark.parametrize("name", ["index.npz", "images.u8"])
+@pytest.mark.parametrize("name", ["index.npz", "images.npy"])
 @pytest.mark.parametrize("seed", range(2))
 def test_a_cut_cache_is_made_again(tmp_path: Path, name: str, seed: int) -> None:
     source = open_dataset("digits").split("validation")
-    options: dict[str, Any] = {"size": (8, 8), "cache_dir": tmp_path, "progress": False}
+    options: dict[str, Any] = {
+        "preprocess": Preprocess((8, 8)),
+        "cache_dir": tmp_path,
+        "progress": False,
+    }
     pixels = np.array(decode_dataset(source, **options).pixels)
     (folder,) = (entry for entry in tmp_path.iterdir() if entry.is_dir())
     path = folder / name

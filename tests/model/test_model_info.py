@@ -49,14 +49,13 @@ class TestTimm:
         headless = timm.create_model("vit_tiny_patch16_224", depth=1, num_classes=0)
         assert find_class_names(headless) == ()
 
-    @pytest.mark.parametrize(("crop_mode", "mode"), [("squash", "stretch"), ("border", "pad")])
-    def test_crop_modes_of_the_whole_image(self, crop_mode: str, mode: str) -> None:
+    def test_a_squashed_image_is_whole(self) -> None:
         """The pixels are those of timm's transform, which rounds to another grid of the resize."""
         module = timm.create_model("vit_tiny_patch16_224", depth=1)
-        changes = {"crop_mode": crop_mode, "crop_pct": 1.0}
+        changes = {"crop_mode": "squash", "crop_pct": 1.0}
         module.pretrained_cfg = {**module.pretrained_cfg, **changes}
         preprocess = Preprocess.from_dict(find_preprocess(module))
-        assert preprocess.resize_mode == mode
+        assert preprocess.resize_mode == "stretch"
         image = Image.fromarray(load_sample_images().images[0])
         config = timm.data.resolve_model_data_config(module)
         theirs = timm.data.create_transform(**config, is_training=False)(image)

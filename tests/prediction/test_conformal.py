@@ -1,5 +1,5 @@
-"""Prediction sets hold the right class as often as promised, and p-values are uniform; by hand and
-beside MAPIE."""
+"""Prediction sets hold the right class as often as promised, and p-values are uniform; by hand
+and on planted ones."""
 
 import math
 from dataclasses import replace
@@ -11,7 +11,6 @@ from scipy.stats import betabinom, kstest
 from tests.evaluation.conftest import MakePredictions
 from vit.bundle import Bundle
 from vit.prediction.conformal import (
-    build_sets,
     compute_p_values,
     find_threshold,
     measure_sets,
@@ -36,10 +35,18 @@ def test_a_threshold_by_hand() -> None:
     assert find_threshold(np.full(19, 0.5)) == 0.5
 
 
-def test_sets_by_hand() -> None:
-    probabilities = np.array([[0.1, 0.6, 0.3], [0.34, 0.33, 0.33], [0.2, 0.4, 0.4]])
-    assert build_sets(probabilities, 0.3) == [[1, 2], [0, 1, 2], [1, 2]]
-    assert build_sets(probabilities, 0.5) == [[1], [], []]
+def predict(bundle: Bundle, logits: np.ndarray, threshold: float) -> list[list[int]]:
+    """Return the sets of a model that holds this threshold."""
+    metadata = {"conformal": {"thresholds": {"0.95": threshold}}}
+    names = tuple(map(str, range(logits.shape[1])))
+    sets = predict_sets(replace(bundle, class_names=names, metadata=metadata), logits)
+    return [[int(name) for name in chosen] for chosen in sets]
+
+
+def test_sets_by_hand(bundle: Bundle) -> None:
+    logits = np.log([[0.1, 0.6, 0.3], [0.34, 0.33, 0.33], [0.2, 0.4, 0.4]]).astype(np.float32)
+    assert predict(bundle, logits, 0.29) == [[1, 2], [0, 1, 2], [1, 2]]
+    assert predict(bundle, logits, 0.5) == [[1], [], []]
 
 
 def test_p_values_by_hand() -> None:
@@ -54,45 +61,6 @@ def test_distances_by_hand() -> None:
     training = np.array([[1, 0]] * 4 + [[0, 3]] + [[-1, 0]] * 2)
     assert compute_distances(np.array([[5.0, 0.0]]), training) == pytest.approx([math.sqrt(2)])
     assert compute_distances(np.array([[0.0, 2.0]]), training[:3]) == pytest.approx([math.sqrt(2)])
-
-
-@pytest.mark.parametrize("coverage", [0.9, 0.95])
-def test_sets_are_those_of_mapie(make_predictions: MakePredictions, coverage: float) -> None:
-    from mapie.classification import SplitConformalClassifier
-    from sklearn.base import BaseEstimator, ClassifierMixin
-
-    class Fitted(ClassifierMixin, BaseEstimator):
-        def __init__(self, num_classes: int = 0) -> None:
-            self.classes_ = np.arange(num_classes)
-
-        def fit(self, x: np.ndarray, y: np.ndarray) -> "Fitted":
-            return self
-
-        def __sklearn_is_fitted__(self) -> bool:
-            return True
-
-        def predict_proba(self, x: np.ndarray) -> np.ndarray:
-            return x
-
-        def predict(self, x: np.ndarray) -> np.ndarray:
-            return x.argmax(axis=1)
-
-    logits, labels = make_predictions(400)
-    probabilities = np.exp(compute_log_probabilities(logits, 1.0))
-    half = 173
-    peer = SplitConformalClassifier(
-        Fitted(logits.shape[1]), confidence_level=coverage, conformity_score="lac", prefit=True
-    )
-    peer.conformalize(probabilities[:half], labels[:half])
-    _, peer_sets = peer.predict_set(probabilities[half:])
-
-    right = probabilities[np.arange(half), labels[:half]]
-    threshold = find_threshold(right, coverage=coverage)
-    assert threshold is not None
-    sets = build_sets(probabilities[half:], threshold)
-    assert [sorted(chosen) for chosen in sets] == [
-        np.flatnonzero(row).tolist() for row in peer_sets[:, :, 0]
-    ]
 
 
 @pytest.mark.parametrize("level", [0.9, 0.95])

@@ -40,7 +40,7 @@ def make_predictor(model: nn.Module, **arguments: object) -> BatchPredictor:
 @pytest.fixture
 def dataset(empty_cache: Path) -> ImageDataset:
     images = open_dataset("digits").split("test").subset(range(40))
-    return decode_dataset(images, size=SIZE)
+    return decode_dataset(images, Preprocess(SIZE))
 
 
 @pytest.mark.parametrize("pool", ["token", "avg"])
@@ -113,22 +113,13 @@ def test_they_are_computed_once_for_weights_preprocessing_precision_and_images(
     assert torch.equal(changed[2, "token"], first[2, "token"])
 
 
-@pytest.mark.parametrize("damage", ["cut off", "sign bit", "type in the header"])
-def test_a_damaged_file_is_written_again(
-    dataset: ImageDataset, empty_cache: Path, damage: str
-) -> None:
+def test_a_damaged_file_is_written_again(dataset: ImageDataset, empty_cache: Path) -> None:
     predictor = make_predictor(make_model())
     expected = compute_features(predictor, dataset)
     (path,) = empty_cache.glob("*features*")
     content = path.read_bytes()
     damaged = bytearray(content)
-    if damage == "cut off":
-        del damaged[len(content) // 2 :]
-    elif damage == "sign bit":
-        damaged[5003] ^= 0x80
-    else:
-        # half as many bytes would then be read, and zipfile checks them only at their end
-        damaged[content.index(b"|u1") + 1] = ord("b")
+    damaged[5003] ^= 0x80
     path.write_bytes(damaged)
     with pytest.warns(UserWarning, match=f"{path} is damaged; it is made again"):
         features = compute_features(predictor, dataset)

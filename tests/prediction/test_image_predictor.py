@@ -10,14 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import timm
-import torch
 from PIL import Image
 
 import vit
 from tests.conftest import SaveModel
-from vit.bundle import Bundle
-from vit.data.preprocess import Preprocess
 
 _OPTIONS = {"device": "cpu", "precision": "float32"}
 
@@ -86,23 +82,6 @@ def test_columns_are_those_of_predict_whatever_the_batch(
         assert "image" not in columns
         assert columns["site"].tolist() == list(range(count))
         assert columns["path"].tolist() == list(map(str, paths))
-
-
-def test_no_image_depends_on_the_others_of_a_batch() -> None:
-    # without a separate head
-    module = torch.nn.Sequential(timm.create_model("test_vit", num_classes=10)).eval()
-    model = Bundle.from_model(
-        module, preprocess=Preprocess((160, 160)), class_names=list(map(str, range(10)))
-    )
-    rng = np.random.default_rng(0)
-    images = list(rng.integers(0, 256, (9, 32, 32, 3), dtype=np.uint8))
-    whole = vit.Predictor(model, **_OPTIONS)(images)["probabilities"]  # type: ignore[arg-type]
-    for size in (1, 4):
-        predictor = vit.Predictor(model, batch_size=size, **_OPTIONS)  # type: ignore[arg-type]
-        # The batch size changes the last bits.
-        for part in (images, images[-size:]):
-            found = predictor(part)["probabilities"]
-            np.testing.assert_allclose(found, whole[-len(part) :], rtol=0, atol=1e-6)
 
 
 @pytest.mark.extended

@@ -31,7 +31,7 @@ def datasets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ImageDataset
         open_dataset("folder", root=root).split("all"),
         {"cache_dir": root / "cache", "progress": False},
     )
-    resident = decode_dataset(source, size=PREPROCESS.resize_size, **options)
+    resident = decode_dataset(source, PREPROCESS, **options)
     return {"resident": resident, "cached": resident, "workers": source}
 
 

@@ -76,7 +76,9 @@ def read_top1(run: Path) -> float:
 
 def test_the_model_file_gives_scikit_learns_probabilities(weights: Path, probe_alone: Path) -> None:
     splits = open_dataset("digits", classes=["0", "1", "2"])
-    train, test = (decode_dataset(splits.split(name), size=(8, 8)) for name in ("train", "test"))
+    train, test = (
+        decode_dataset(splits.split(name), Preprocess((8, 8))) for name in ("train", "test")
+    )
     predictor = BatchPredictor.from_bundle(load_bundle(weights), precision="float32")
     features, test_features = compute_features(predictor, train), compute_features(predictor, test)
     probe = fit_probe(features, train.labels, assign_folds(train.labels), num_classes=3)

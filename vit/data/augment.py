@@ -1,56 +1,60 @@
-"""Augmentation of a batch. Parameters of each sample are drawn on the host, and go to the device in
-one copy with the indices, so that nothing waits for the device."""
+"""Augmentation as it is drawn for each sample: on the host, so that all parameters go to the device
+in one copy with the indices, and nothing waits for the device."""
 
-from dataclasses import dataclass, field
-from functools import cache, lru_cache
-from typing import NamedTuple
+import math
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
-from torch.nn import functional as F
 
-from vit.data.crop import Boxes, Crop, CropParams, outside_boxes, sample_centred_boxes
 from vit.data.preprocess import Preprocess
 from vit.data.random import StatelessRandom
-from vit.runtime.tensors import Images
 
+# width / height of a random crop, from and to, of an input that is a square
+CROP_ASPECTS = (3 / 4, 4 / 3)
 
-class MixParams(NamedTuple):
-    """Mixture of each sample with its neighbour: the weight of its own image outside its box, which
-    is the neighbour's."""
-
-    own_weight: Float[Tensor, " B"]
-    boxes: Boxes
+# left, top, right, bottom
+Boxes = Int64[Tensor, "B 4"]
 
 
 class AugmentParams(NamedTuple):
     """Sampled parameters of each sample of a batch; None where an augmentation is off."""
 
-    crop: CropParams
+    is_flipped: Bool[Tensor, " B"]
+    # pixels by which the centre crop is moved down and to the right
+    shifts: Int64[Tensor, "2 B"]
+    # boxes that are cropped instead of the centre
+    crops: Float[Tensor, "B 4"] | None
     # brightness, contrast, saturation
     color_factors: Float[Tensor, "3 B"] | None
     # boxes of cutout
     erased_boxes: Boxes | None
-    mix: MixParams | None
+    # weight of the image outside its box; the rest, and the box, are its neighbour's
+    own_weight: Float[Tensor, " B"] | None
+    mixed_boxes: Boxes | None
 
 
 @dataclass(frozen=True)
 class Augmentation:
-    """Augmentation of training images, drawn for every sample and epoch.
+    """Augmentation of training images, drawn for every sample and epoch."""
 
-    Args:
-        crop: Crop and flip.
-        color_jitter: Largest relative change of brightness, contrast and saturation.
-        cutout: Side in pixels of the square that cutout (DeVries & Taylor 2017) erases.
-        mixup: Alpha of the Beta distribution of mixup's weights; 0 is off.
-        cutmix: Alpha of the Beta distribution of cutmix's areas; 0 is off. With mixup, too, each
-            sample gets one of them at random.
-    """
-
-    crop: Crop = field(default_factory=Crop)
-    color_jitter: float = 0.0
+    # pixels by which the centre crop is moved at most
+    crop_padding: int = 0
+    # smallest and largest fraction of the area that is cropped and resized, instead of the centre
+    resized_crop_scale: tuple[float, float] | None = None
+    # "alternating" (Jordan 2024) flips a random half in epoch 0, and in each later epoch those that
+    # were not flipped in the one before
+    flip: Literal["none", "random", "alternating"] = "none"
+    # side in pixels of the square that cutout (DeVries & Taylor 2017) erases
     cutout: int = 0
+    # largest relative change of brightness, contrast and saturation
+    color_jitter: float = 0.0
+    # alpha of the Beta distributions of mixup's weights and of cutmix's areas, 0 is off; with both,
+    # each sample gets one of them at random
     mixup: float = 0.0
     cutmix: float = 0.0
 
@@ -60,23 +64,19 @@ class Augmentation:
         return bool(self.mixup or self.cutmix)
 
     def sample(
-        self,
-        rng: StatelessRandom,
-        *,
-        stored_size: tuple[int, int],
-        size: tuple[int, int],
-        full_height: int,
-        mix: bool,
+        self, rng: StatelessRandom, preprocess: Preprocess, size: tuple[int, int], *, mix: bool
     ) -> AugmentParams:
-        """Sample all parameters of a batch, on the host.
-
-        Args:
-            rng: Random numbers of the batch's samples; with the sizes, they alone decide.
-            stored_size: Height and width of the images before they are cropped.
-            size: Height and width of the images that the model gets.
-            full_height: Height for which `cutout` is meant; a schedule may train on smaller images.
-            mix: Apply mixup and cutmix.
-        """
+        """Sample all parameters of a batch. `size`, height and width, is that of the model's input,
+        which may be smaller in a schedule than `preprocess` says."""
+        # without padding they are 0
+        below = 2 * self.crop_padding + 1
+        shifts = [rng.integers(f"crop {axis}", below=below) - self.crop_padding for axis in "yx"]
+        crops = None
+        if self.resized_crop_scale is not None:
+            height, width = preprocess.resize_size
+            places = self.sample_places(rng).numpy()
+            boxes = self.place_crops(places, (height, width), shape=width / height)
+            crops = torch.from_numpy(boxes).float()
         color_factors = None
         if self.color_jitter:
             streams = ("brightness", "contrast", "saturation")
@@ -84,17 +84,60 @@ class Augmentation:
             color_factors = (1 + self.color_jitter * torch.stack(deviations)).clamp(min=0)
         erased_boxes = None
         if self.cutout:
-            side = round(self.cutout * size[0] / full_height)
+            side = round(self.cutout * size[0] / preprocess.image_size[0])
             sides = torch.full_like(rng.sample_ids, side)
-            erased_boxes = sample_centred_boxes(rng, "cutout", size, sides, sides)
+            erased_boxes = _sample_boxes(rng, "cutout", size, sides, sides)
+        own_weight = mixed_boxes = None
+        if mix and self.is_mixing:
+            own_weight, mixed_boxes = self._sample_mix(rng, size)
         return AugmentParams(
-            crop=self.crop.sample(rng, stored_size),
-            color_factors=color_factors,
-            erased_boxes=erased_boxes,
-            mix=self._sample_mix(rng, size) if mix and self.is_mixing else None,
+            self.sample_flips(rng),
+            torch.stack(shifts),
+            crops,
+            color_factors,
+            erased_boxes,
+            own_weight,
+            mixed_boxes,
         )
 
-    def _sample_mix(self, rng: StatelessRandom, size: tuple[int, int]) -> MixParams:
+    def sample_flips(self, rng: StatelessRandom) -> Bool[Tensor, " B"]:
+        """Sample which images are flipped."""
+        if self.flip == "random":
+            return rng.bits("flip") < 0
+        if self.flip == "alternating":
+            is_flipped_first = replace(rng, epoch=0).bits("flip") < 0
+            return is_flipped_first ^ bool(rng.epoch % 2)
+        return torch.zeros(len(rng.sample_ids), dtype=torch.bool)
+
+    def sample_places(self, rng: StatelessRandom) -> Float[Tensor, "4 B"]:
+        """Sample area, aspect, horizontal and vertical place of random crops, each from 0 to 1."""
+        return torch.stack([rng.uniform(f"crop {name}") for name in ("area", "aspect", "x", "y")])
+
+    def place_crops(self, places: np.ndarray, size: tuple[int, int], *, shape: float) -> np.ndarray:
+        """Compute random crops of whole pixels, boxes float64 [B, 4], of images of `size` (height,
+        width) for an input of `shape` = width / height; places [4, B] as `sample_places` draws."""
+        assert self.resized_crop_scale is not None
+        height, width = size
+        low, high = self.resized_crop_scale
+        # in float64: the boxes are rounded to whole pixels, the same on every machine
+        area, aspect, x, y = places.astype(np.float64)
+        areas = height * width * (low + (high - low) * area)
+        log_low, log_high = (math.log(limit * shape) for limit in CROP_ASPECTS)
+        aspects = np.exp(log_low + (log_high - log_low) * aspect)
+        box_width = np.minimum(np.sqrt(areas * aspects), width)
+        box_height = np.minimum(np.sqrt(areas / aspects), height)
+        # an image in another shape than the input's isn't distorted any further
+        widest, highest = box_height * math.exp(log_high), box_width / math.exp(log_low)
+        box_width = np.maximum(np.rint(np.minimum(box_width, widest)), 1)
+        box_height = np.maximum(np.rint(np.minimum(box_height, highest)), 1)
+        left = np.floor(x * (width - box_width + 1))
+        top = np.floor(y * (height - box_height + 1))
+        boxes: np.ndarray = np.stack([left, top, left + box_width, top + box_height], axis=-1)
+        return boxes
+
+    def _sample_mix(
+        self, rng: StatelessRandom, size: tuple[int, int]
+    ) -> tuple[Float[Tensor, " B"], Boxes]:
         count = len(rng.sample_ids)
         is_cutmix = torch.full((count,), self.cutmix > 0)
         if self.mixup and self.cutmix:
@@ -109,9 +152,22 @@ class Augmentation:
             # boxes have the image's aspect
             half = 0.5 * (1 - sample_beta(rng, "cutmix", self.cutmix)).sqrt()
             box_height, box_width = (2 * (half * side).long() for side in size)
-            cutmix_boxes = sample_centred_boxes(rng, "cutmix", size, box_height, box_width)
+            cutmix_boxes = _sample_boxes(rng, "cutmix", size, box_height, box_width)
             boxes = torch.where(is_cutmix[:, None], cutmix_boxes, boxes)
-        return MixParams(weight, boxes)
+        return weight, boxes
+
+
+def _sample_boxes(
+    rng: StatelessRandom,
+    stream: str,
+    size: tuple[int, int],
+    box_height: Int64[Tensor, " B"],
+    box_width: Int64[Tensor, " B"],
+) -> Boxes:
+    """Sample boxes whose centre is anywhere in the image; they may reach over its edges."""
+    top = rng.integers(f"{stream} y", below=size[0]) - box_height // 2
+    left = rng.integers(f"{stream} x", below=size[1]) - box_width // 2
+    return torch.stack([left, top, left + box_width, top + box_height], dim=1)
 
 
 def sample_beta(rng: StatelessRandom, stream: str, alpha: float) -> Float[Tensor, " B"]:
@@ -127,75 +183,4 @@ def _beta_quantiles(alpha: float) -> Float[Tensor, " q"]:
     # scipy takes long to import
     from scipy.special import betaincinv
 
-    probabilities = torch.linspace(0, 1, 4097, dtype=torch.float64)
-    return torch.from_numpy(betaincinv(alpha, alpha, probabilities.numpy()))
-
-
-def mix_batch(
-    images: Images,
-    targets: Int64[Tensor, " B"] | Float[Tensor, "B T"],
-    params: MixParams,
-    *,
-    num_classes: int,
-) -> tuple[Images, Float[Tensor, "B T"]]:
-    """Mix each normalised image with its neighbour; return the images and their targets. Labels
-    become class weights [B, num_classes], rows are mixed. The last of an odd batch stays as it is."""
-    count, _, height, width = images.shape
-    # 0 ↔ 1, 2 ↔ 3, …
-    partner = (torch.arange(count, device=images.device) ^ 1).clamp(max=count - 1)
-
-    is_own = outside_boxes(params.boxes, (height, width))
-    pixel_weight = params.own_weight[:, None, None, None] * is_own  # [B, 1, H, W]
-    mixed = torch.lerp(images[partner], images, pixel_weight)
-
-    if targets.ndim == 1:
-        # `F.one_hot` would look at the labels on the host
-        classes = torch.zeros(count, num_classes, device=targets.device)
-        targets = classes.scatter_(1, targets[:, None], 1)
-    # for cutmix the fraction of its own pixels, for mixup the weight itself
-    weight = pixel_weight.mean(dim=(1, 2, 3))[:, None]
-    return mixed, weight * targets + (1 - weight) * targets[partner]
-
-
-def color_and_normalize(
-    pixels: Tensor, params: AugmentParams, *, preprocess: Preprocess, size: tuple[int, int]
-) -> Float[Tensor, "B 3 H W"]:
-    """Scale the result of `crop_and_flip` to `size`, change its colours, normalise and erase."""
-    if pixels.dtype == torch.uint8:
-        pixels = pixels.permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format)
-    if pixels.shape[-2:] != size:
-        pixels = F.interpolate(pixels, size, mode="bilinear", antialias=True)
-    if params.color_factors is not None:
-        pixels = jitter_colors(pixels, params.color_factors)
-
-    # in place: the pixels are a copy of the stored ones by now
-    scale, shift = preprocess.scale_and_shift(pixels.device)
-    images = pixels.mul_(scale).add_(shift)
-    # 0 is the mean colour once pixels are normalised
-    if params.erased_boxes is not None:
-        images *= outside_boxes(params.erased_boxes, size)
-    return images
-
-
-def jitter_colors(images: Images, factors: Float[Tensor, "3 B"]) -> Images:
-    """Change brightness, contrast and saturation, in this order, as torchvision's ColorJitter does.
-
-    At a factor of 0 the image is black, its mean luma, or grey; at 1 it stays as it is.
-    """
-    brightness, contrast, saturation = factors[:, :, None, None, None].unbind()
-    images = (images * brightness).clamp(0, 255)
-    mean = to_grey(images).mean(dim=(2, 3), keepdim=True)
-    images = (mean + contrast * (images - mean)).clamp(0, 255)
-    grey = to_grey(images)
-    return (grey + saturation * (images - grey)).clamp(0, 255)
-
-
-def to_grey(images: Images) -> Float[Tensor, "B 1 H W"]:
-    """Compute luma by ITU-R 601-2, as torchvision does."""
-    return torch.einsum("bchw,c->bhw", images, _luma_weights(images.device))[:, None]
-
-
-# cached, because each call would copy them to the device
-@lru_cache
-def _luma_weights(device: torch.device) -> Tensor:
-    return torch.tensor((0.2989, 0.587, 0.114), device=device)
+    return torch.from_numpy(betaincinv(alpha, alpha, np.linspace(0, 1, 4097)))

@@ -1,12 +1,10 @@
-"""Decode once: the images of a dataset become uint8 pixels on disk, memory-mapped.
+"""Decode once: images become uint8 pixels on disk, memory-mapped.
 
-A folder is named by the bytes of its images and by their preprocessing: labels, classes, file names,
-permissions and the place of the files may change. It is built beside its place, and renamed when it
-is complete.
+An image is known by its bytes, and found in any folder of its preprocessing: its labels, split, name,
+permissions and place may change. A folder is built beside its place, and renamed when it is complete.
 """
 
 import hashlib
-import math
 import os
 import secrets
 import shutil
@@ -14,14 +12,14 @@ import time
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from vit.data.dataset import ImageDataset, check_unreadable
+from vit.data.dataset import DecodedPixels, ImageDataset, check_unreadable
 from vit.data.duplicates import compute_dhash, hash_pixels
-from vit.data.preprocess import Preprocess
+from vit.data.preprocess import IMAGENET_MEAN, IMAGENET_STD, Preprocess
 from vit.data.sources.base import read_digests
 from vit.runtime.files import (
     default_cache_dir,
@@ -34,7 +32,7 @@ from vit.runtime.locks import lock_file
 from vit.runtime.progress import show_progress
 
 # raise it when the files or the pixels in them change
-_FORMAT = 7
+_FORMAT = 8
 # images that a process decodes at a time
 _CHUNK = 256
 # images below which starting processes costs more than it saves
@@ -42,30 +40,27 @@ _FEW = 1000
 # a folder that nobody opened for so many seconds is removed when another one is built
 _MAX_AGE = 14 * 24 * 3600
 
-# index of an image → why it can't be read
+# row of an image → why it can't be read
 _Failures = dict[int, str]
 
 
 def decode_dataset(
     dataset: ImageDataset,
+    preprocess: Preprocess,
     *,
-    size: tuple[int, int],
+    together: ImageDataset | None = None,
     cache_dir: Path | None = None,
     workers: int | None = None,
     max_unreadable_fraction: float = 0.05,
     progress: bool = True,
-    preprocess: Preprocess | None = None,
 ) -> ImageDataset:
-    """Decode every image once, or open what was decoded earlier.
+    """Decode every image once to the model's `resize_size`, or open what was decoded earlier.
 
     Args:
         dataset: The images; already decoded ones are returned as they are.
-        size: Height and width that the images are scaled and cut to.
-        cache_dir: The cache; None is $VIT_CACHE or ~/.cache/vit.
+        together: Images that are decoded if one of the dataset isn't yet, so that another split of
+            them needs no decoding; None: those of the dataset.
         workers: Processes that decode; None is one a core, 0 this process.
-        max_unreadable_fraction: Fraction of the images that may be unreadable, 0 to 1.
-        progress: Show a progress bar.
-        preprocess: How images are scaled, apart from the size; None for a bicubic crop.
 
     Returns:
         The readable images, with `pixels`, `hashes` and `unreadable`.
@@ -78,71 +73,96 @@ def decode_dataset(
         return dataset
     cache_dir = cache_dir or default_cache_dir()
     cache_dir.mkdir(parents=True, exist_ok=True)
-    stored = replace(preprocess or Preprocess(size), image_size=size, crop_pct=1.0)
-    content = f"{_FORMAT} {stored.storage}".encode()
-    content += read_digests(dataset.reader, cache_dir).tobytes()
-    name = f"{size[1]}x{size[0]}-{hashlib.sha256(content).hexdigest()[:16]}"
-    folder = cache_dir / f"{name}.decoded"
-    shape = (len(dataset), *size, 3)
-
-    def read() -> dict[str, Any]:
-        index = read_arrays(folder / "index.npz")
-        # copy-on-write: torch can use the memory, and the file can't be changed through it
-        pixels = np.memmap(folder / "images.u8", dtype=np.uint8, mode="c", shape=shape)
-        # the age of the folder counts from here; the cache may be another user's
-        with suppress(OSError):
-            os.utime(folder)
-        return {**index, "pixels": pixels[: len(index["readable"])]}
-
-    # who waits for the lock finds what another process has built meanwhile
-    with lock_file(cache_dir / f"{name}.lock") as is_locked:
-        index = open_cached(folder, read)
-        if index is None:
-            _remove_old(cache_dir)
-            # without a lock, another process may build it at the same time, in a place of its own
-            mark = "" if is_locked else f".{secrets.token_hex(4)}"
-            building = cache_dir / f"{name}{mark}.building"
-            # a process that was killed may have left it
-            shutil.rmtree(building, ignore_errors=True)
-            building.mkdir()
-            try:
-                _build(dataset, building, shape, stored, workers=workers, progress=progress)
+    size = preprocess.resize_size
+    # no stored pixel depends on the normalisation
+    stored = replace(
+        preprocess, image_size=size, crop_pct=1.0, mean=IMAGENET_MEAN, std=IMAGENET_STD
+    )
+    name = f"{size[1]}x{size[0]}-{_hash(f'{_FORMAT} {stored}'.encode())}"
+    digests = read_digests(dataset.reader, cache_dir)
+    index = _find(cache_dir, name, digests)
+    if index is None:
+        together = together or dataset
+        contents = read_digests(together.reader, cache_dir)
+        name += f"-{_hash(contents.tobytes())}"
+        # who waits for the lock finds what another process has built meanwhile
+        with lock_file(cache_dir / f"{name}.lock") as is_locked:
+            index = _find(cache_dir, name, digests)
+            if index is None:
+                _remove_old(cache_dir, name if is_locked else "")
+                # without a lock, another process may build the same
+                building = cache_dir / f"{name}.{secrets.token_hex(4)}.building"
+                building.mkdir()
                 try:
-                    rename_durably(building, folder)
+                    _build(together, contents, stored, building, workers, progress)
+                    rename_durably(building, cache_dir / f"{name}.decoded")
                 except OSError:
-                    # another process was faster, unless what is there is damaged
-                    if open_cached(folder, read) is None:
-                        shutil.rmtree(folder)
-                        rename_durably(building, folder)
-            finally:
-                shutil.rmtree(building, ignore_errors=True)
-            index = read()
+                    # unless that process was faster
+                    if _find(cache_dir, name, digests) is None:
+                        raise
+                finally:
+                    shutil.rmtree(building, ignore_errors=True)
+                index = _find(cache_dir, name, digests)
+    if index is None:
+        raise OSError("images have changed while they were decoded; start again")
 
-    pairs = zip(index["unreadable"].tolist(), index["reasons"].tolist(), strict=True)
-    unreadable = [(dataset.ids[place], reason) for place, reason in pairs]
+    rows, failed = index["rows"], index["unreadable"]
+    reasons = dict(zip(failed.tolist(), index["reasons"].tolist(), strict=True))
+    is_readable = np.isin(rows, failed, invert=True)
+    unreadable = [
+        (dataset.ids[place], reasons[rows[place]])
+        for place in np.flatnonzero(~is_readable).tolist()
+    ]
     check_unreadable(unreadable, len(dataset), max_unreadable_fraction)
+    rows = rows[is_readable]
     return replace(
-        dataset.subset(index["readable"]),
-        pixels=index["pixels"],
-        hashes=index["hashes"],
+        dataset.subset(np.flatnonzero(is_readable)),
+        pixels=DecodedPixels(index["pixels"], rows),
+        hashes=index["hashes"][:, rows],
         unreadable=unreadable,
     )
 
 
-def _remove_old(cache_dir: Path) -> None:
-    """Remove the folders of decoded images that nobody opened for a long time."""
+def _hash(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def _find(cache_dir: Path, name: str, digests: np.ndarray) -> dict[str, np.ndarray] | None:
+    """Open a folder that has all images of the digests: the arrays of its index, its `pixels`, and
+    the `rows` of these images. None if there is none."""
+    for folder in cache_dir.glob(f"{name}*.decoded"):
+        index = open_cached(folder, partial(read_arrays, folder / "index.npz"))
+        # copy-on-write: torch can use the memory, and the file can't be changed through it
+        load = partial(np.load, folder / "images.npy", mmap_mode="c")
+        pixels = open_cached(folder, load)
+        if index is None or pixels is None:
+            shutil.rmtree(folder, ignore_errors=True)
+            continue
+        known = index["digests"]
+        order = np.argsort(known, kind="stable")
+        rows = order.take(np.searchsorted(known, digests, sorter=order), mode="clip")
+        if np.array_equal(known[rows], digests):
+            # the age of the folder counts from here; the cache may be another user's
+            with suppress(OSError):
+                os.utime(folder)
+            return {**index, "pixels": pixels, "rows": rows}
+    return None
+
+
+def _remove_old(cache_dir: Path, name: str) -> None:
+    """Remove what nobody opened for a long time, and what a killed process left of `name`."""
     for folder in (*cache_dir.glob("*x*-*.decoded"), *cache_dir.glob("*x*-*.building")):
         with suppress(OSError):
-            if time.time() - folder.stat().st_mtime > _MAX_AGE:
+            is_left = name and folder.name.startswith(name) and folder.suffix == ".building"
+            if is_left or time.time() - folder.stat().st_mtime > _MAX_AGE:
                 shutil.rmtree(folder)
 
 
 def _build(
     dataset: ImageDataset,
-    folder: Path,
-    shape: tuple[int, ...],
+    digests: np.ndarray,
     preprocess: Preprocess,
-    *,
+    folder: Path,
     workers: int | None,
     progress: bool,
 ) -> None:
@@ -151,15 +171,15 @@ def _build(
     # __main__
     from joblib import Parallel, delayed  # type: ignore[import-untyped]
 
-    path = folder / "images.u8"
-    with path.open("wb") as file:
-        if hasattr(os, "posix_fallocate"):
-            # writing through a memory map to a full disk would kill the process
-            os.posix_fallocate(file.fileno(), 0, math.prod(shape))
-    # it makes the file as large as it must be; every image has its place in it, so that processes
-    # write side by side
-    pixels = np.memmap(path, dtype=np.uint8, mode="r+", shape=shape)
     count = len(dataset)
+    path = folder / "images.npy"
+    # every image has its row in the file, so that processes write side by side
+    shape = (count, *preprocess.image_size, 3)
+    pixels = np.lib.format.open_memmap(path, mode="w+", dtype=np.uint8, shape=shape)
+    if hasattr(os, "posix_fallocate"):
+        # writing through a memory map to a full disk would kill the process
+        with path.open("r+b") as file:
+            os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
     hashes = np.zeros((2, count), dtype=np.uint64)
     failures: _Failures = {}
     is_alone = workers in (0, 1) or count < _FEW or dataset.reader.in_process
@@ -170,9 +190,7 @@ def _build(
         delayed(_decode_chunk)(dataset.subset(chunk), chunk, pixels, preprocess)
         for chunk in np.split(np.arange(count), range(_CHUNK, count, _CHUNK))
     )
-    with show_progress(
-        f"decoding {dataset.name} {dataset.split}", count, shown=progress
-    ) as advance:
+    with show_progress(f"decoding {dataset.name}", count, shown=progress) as advance:
         try:
             for chunk, chunk_hashes, chunk_failures in pool(tasks):
                 hashes[:, chunk] = chunk_hashes
@@ -184,32 +202,27 @@ def _build(
                 " that starts workers calls vit under if __name__ == '__main__':)"
             ) from error
 
-    readable = np.delete(np.arange(count), list(failures))
-    # unreadable images have no place; the places ascend, so none is overwritten before it is read
-    for row, place in enumerate(readable.tolist()):
-        if row != place:
-            pixels[row] = pixels[place]
     index = {
-        "readable": readable,
-        "hashes": hashes[:, readable],
+        "digests": digests,
+        "hashes": hashes,
         "unreadable": np.array(sorted(failures), dtype=np.int64),
-        "reasons": np.array([failures[place] for place in sorted(failures)], dtype=str),
+        "reasons": np.array([failures[row] for row in sorted(failures)], dtype=str),
     }
     write_arrays(folder / "index.npz", index)
 
 
 def _decode_chunk(
-    dataset: ImageDataset, places: np.ndarray, pixels: np.ndarray, preprocess: Preprocess
+    dataset: ImageDataset, rows: np.ndarray, pixels: np.ndarray, preprocess: Preprocess
 ) -> tuple[np.ndarray, np.ndarray, _Failures]:
-    """Decode images into these places of a memory map. Return the places, the images' hashes, uint64
+    """Decode images into these rows of a memory map. Return the rows, the images' hashes, uint64
     [2, n], and the failures."""
-    hashes = np.zeros((2, len(places)), dtype=np.uint64)
+    hashes = np.zeros((2, len(rows)), dtype=np.uint64)
     failures: _Failures = {}
-    for index, place in enumerate(places.tolist()):
+    for index, row in enumerate(rows.tolist()):
         try:
             image = preprocess.to_rgb(dataset.image(index))
             hashes[:, index] = hash_pixels(image), compute_dhash(image)
-            pixels[place] = preprocess.to_uint8(image)
+            pixels[row] = preprocess.to_uint8(image)
         except (ValueError, OSError) as error:
-            failures[place] = str(error)
-    return places, hashes, failures
+            failures[row] = str(error)
+    return rows, hashes, failures

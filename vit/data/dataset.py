@@ -23,6 +23,26 @@ from vit.runtime.patterns import search_group
 LABEL_FIELDS = ("label_by", "path_column", "label_column", "split_column", "group_column")
 
 
+@dataclass(frozen=True, eq=False)
+class DecodedPixels:
+    """Pixels of decoded images, uint8 [n, H, W, 3]: rows, int64 [n], of memory-mapped ones that may
+    be of other images, too."""
+
+    stored: np.ndarray
+    rows: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int | slice) -> np.ndarray:
+        pixels: np.ndarray = self.stored[self.rows[index]]
+        return pixels
+
+    def subset(self, indices: np.ndarray) -> DecodedPixels:
+        """The images at `indices`, in that order."""
+        return replace(self, rows=self.rows[indices])
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ImageDataset:
     """Labelled images of one split. `vit.data.cache.decode_dataset` adds the pixels and hashes of
@@ -41,8 +61,8 @@ class ImageDataset:
     notes: tuple[str, ...] = ()
     # group of each image: one group is never on both sides of a split; None: each image is a group
     groups: Sequence[str] | None = None
-    # uint8 [n, H, W, 3], memory-mapped; None: decoded when needed
-    pixels: np.ndarray | None = None
+    # None: decoded when needed
+    pixels: DecodedPixels | None = None
     # uint64 [2, n], see `vit.data.duplicates`; None: not known
     hashes: np.ndarray | None = None
     # (id, reason) of the images that were left out
@@ -140,7 +160,7 @@ class ImageDataset:
             ids=[self.ids[index] for index in chosen],
             reader=self.reader.subset(chosen),
             groups=None if self.groups is None else [self.groups[index] for index in chosen],
-            pixels=None if self.pixels is None else self.pixels[chosen],
+            pixels=None if self.pixels is None else self.pixels.subset(chosen),
             hashes=None if self.hashes is None else self.hashes[:, chosen],
         )
 

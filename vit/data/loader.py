@@ -8,15 +8,16 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from itertools import chain, pairwise
+from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int64, UInt8
+from jaxtyping import Float, Int64
 from torch import Tensor
 
-from vit.data.augment import Augmentation, color_and_normalize, mix_batch
-from vit.data.crop import crop_and_flip
+from vit.data.augment import Augmentation
 from vit.data.dataset import ImageDataset
+from vit.data.image_ops import augment_images, mix_batch
 from vit.data.preprocess import Preprocess
 from vit.data.random import StatelessRandom
 from vit.data.workers import Decoder, DecodingWorkers, Steps, Transform
@@ -26,21 +27,20 @@ from vit.runtime.processes import Process
 
 # part of the free memory that decoded pixels may take
 _MAX_MEMORY_FRACTION = 0.4
+# decoded images that are copied to a device at a time
+_COPIED = 1024
 
 
 class Batch(NamedTuple):
-    """The images and labels of a training step, on the training device.
+    """The images and labels of a training step, on the training device."""
 
-    Attributes:
-        images: Normalised images, or their tokens.
-        targets: int64 [B]; float32 [B, C] if samples are mixed or may have several labels.
-        labels: int64 [B], or float32 [B, C] if samples may have several labels.
-        sample_ids: Index of each image in the dataset.
-    """
-
+    # normalised, or their tokens
     images: Float[Tensor, "B 3 H W"] | Float[Tensor, "B N D"]
+    # int64 [B]; float32 [B, C] if samples are mixed or may have several labels
     targets: Tensor
+    # int64 [B], or float32 [B, C] if samples may have several labels
     labels: Tensor
+    # index of each image in the dataset
     sample_ids: Int64[Tensor, " B"]
 
 
@@ -49,34 +49,24 @@ class TrainLoader:
     """Shuffled, augmented batches of one size; the images that don't fill a batch are left out.
 
     The pixels of a decoded dataset lie on the device, or where they are mapped. Workers decode the
-    full-size images of another one.
-
-    Args:
-        dataset: The images.
-        batch_size: Images in a step, over all processes.
-        seed: Seed of the order and of the augmentation.
-        device: Device of the batches.
-        preprocess: Preprocessing of the model.
-        process: This process, which takes a contiguous part of every batch.
-        augmentation: Augmentation, by default none.
-        is_resident: Copy decoded pixels to the device at once, instead of those of each batch.
-        transform: The user's transform of each full-size image, before all augmentation.
-        workers: Processes that decode; None is `count_workers`, 0 decodes in this process.
-        max_unreadable_fraction: Fraction of the images that may be unreadable.
-
-    Raises:
-        ValueError: The batch size doesn't fit the dataset, the processes or mixup's pairs.
+    full-size images of another one. Raises ValueError if the batch size doesn't fit the dataset,
+    the processes or mixup's pairs.
     """
 
     dataset: ImageDataset = field(kw_only=False)
+    # images in a step, over all processes, of which each takes a contiguous part
     batch_size: int
+    # of the order and of the augmentation
     seed: int
     device: torch.device
     preprocess: Preprocess
     process: Process = field(default_factory=Process)
     augmentation: Augmentation = field(default_factory=Augmentation)
+    # decoded pixels are copied to the device at once, instead of those of each batch
     is_resident: bool = True
+    # the user's, of each full-size image, before all augmentation
     transform: Transform | None = None
+    # processes that decode; None is `count_workers`, 0 decodes in this process
     workers: int | None = None
     max_unreadable_fraction: float = 0.05
 
@@ -91,27 +81,28 @@ class TrainLoader:
         if self.dataset.is_multilabel:
             self._labels = self._labels.float()
         self._workers: DecodingWorkers | None = None
-        # the pixels of all images
-        self._pixels: Tensor | None = None
         # the part of the augmentation that is left for the device
         self._device_augmentation = self.augmentation
-        if self.dataset.pixels is not None:
-            assert self.dataset.pixels.shape[1:3] == self.preprocess.resize_size
-            self._pixels = torch.from_numpy(self.dataset.pixels)
-            if self.is_resident:
-                self._pixels = self._pixels.to(self.device)
+        pixels = self.dataset.pixels
+        if pixels is None:
+            decoder = Decoder(self.dataset, self.preprocess, self.augmentation, self.transform)
+            self._workers = DecodingWorkers(decoder, self.workers, self.max_unreadable_fraction)
+            if decoder.cuts_parts:
+                self._device_augmentation = replace(self.augmentation, resized_crop_scale=None)
             return
-        crop = self.augmentation.crop
-        decoder = Decoder(
-            dataset=self.dataset, preprocess=self.preprocess, crop=crop, transform=self.transform
-        )
-        self._workers = DecodingWorkers(
-            decoder,
-            workers=self.workers,
-            max_unreadable_fraction=self.max_unreadable_fraction,
-        )
-        if decoder.cuts_parts:
-            self._device_augmentation = replace(self.augmentation, crop=replace(crop, scale=None))
+        self._pixels = torch.from_numpy(pixels.stored)
+        # row of each sample in them
+        self._rows = torch.from_numpy(pixels.rows)
+        if self.is_resident and self.device.type != "cpu":
+            shape = (len(pixels), *self._pixels.shape[1:])
+            resident = torch.empty(shape, dtype=torch.uint8, device=self.device)
+            # in parts, because the host's memory may be the smaller one
+            for place, rows in zip(
+                torch.split(resident, _COPIED), torch.split(self._rows, _COPIED), strict=True
+            ):
+                place.copy_(self._pixels[rows])
+            self._pixels = resident
+            self._rows = torch.arange(len(pixels))
 
     def __len__(self) -> int:
         """Steps in an epoch."""
@@ -125,17 +116,16 @@ class TrainLoader:
         image_size: tuple[int, int] | None = None,
         mix: bool = True,
     ) -> Iterator[Batch]:
-        """The batches of an epoch.
-
-        Args:
-            epoch: Number of the epoch, from 0.
-            start_step: Number of the first step, for an epoch that was begun before.
-            image_size: Height and width of the images; by default the model's input size.
-            mix: Apply mixup and cutmix, if they are set.
-        """
+        """The batches of an epoch, from `start_step` on. `image_size` is that of a schedule of sizes."""
         size = image_size or self.preprocess.image_size
         samples = self._sample(epoch, start_step)
-        with closing(self._read(samples)) as steps:
+        if self._workers is not None:
+            read = self._workers.decode(samples)
+        elif self._pixels.device.type == self.device.type:
+            read = ((rng, None) for rng in samples)
+        else:
+            read = self._gather(samples)
+        with closing(read) as steps:
             for rng, pixels in steps:
                 yield self._augment_batch(rng, pixels, size, mix=mix)
 
@@ -153,95 +143,65 @@ class TrainLoader:
         for sample_ids in batches[start_step:, self.process.rank]:
             yield StatelessRandom(self.seed, epoch, sample_ids)
 
-    def _read(self, samples: Iterator[StatelessRandom]) -> Steps:
-        """Yield the samples of each step, and their pixels unless these are on the device."""
-        if self._workers is not None:
-            yield from self._workers.decode(samples)
-        elif self._pixels is not None and self._pixels.device.type != self.device.type:
-            yield from gather(self._pixels, samples, pinned=self.device.type != "mps")
-        else:
-            yield from ((rng, None) for rng in samples)
+    def _gather(self, samples: Iterator[StatelessRandom]) -> Steps:
+        """Yield the samples and the mapped pixels of each batch. A thread reads them one batch ahead,
+        into memory from which a GPU copies while it computes."""
+
+        def start(rng: StatelessRandom) -> tuple[StatelessRandom, Future[Tensor]]:
+            shape = (len(rng.sample_ids), *self._pixels.shape[1:])
+            is_pinned = self.device.type != "mps"
+            batch = torch.empty(shape, dtype=torch.uint8, pin_memory=is_pinned)
+            rows = self._rows[rng.sample_ids]
+            return rng, pool.submit(torch.index_select, self._pixels, 0, rows, out=batch)
+
+        with ThreadPoolExecutor(1) as pool:
+            # the first of a pair is taken when the second one has been started
+            for started, _ in pairwise(chain(map(start, samples), [None])):
+                assert started is not None
+                yield started[0], started[1].result()
 
     def _augment_batch(
         self, rng: StatelessRandom, pixels: Tensor | None, size: tuple[int, int], *, mix: bool
     ) -> Batch:
         """Sample on the host, copy all that the device needs at once, and compute there."""
         index = rng.sample_ids
-        labels = self._labels[index]
+        rows = self._rows[index] if pixels is None else torch.arange(len(index))
+        params = self._device_augmentation.sample(rng, self.preprocess, size, mix=mix)
+        host = (params, index, rows, self._labels[index], pixels)
+        params, index, rows, labels, pixels = copy_to_device(host, self.device)
         stored = self._pixels if pixels is None else pixels
-        assert stored is not None
-        params = self._device_augmentation.sample(
-            rng,
-            stored_size=(stored.shape[1], stored.shape[2]),
-            size=size,
-            full_height=self.preprocess.image_size[0],
-            mix=mix,
-        )
-        params, index, labels, pixels = copy_to_device((params, index, labels, pixels), self.device)
-
-        # resident pixels are looked up by the sample's index, others lie in the batch's order
-        rows = index
-        if pixels is not None:
-            stored = pixels
-            rows = torch.arange(len(index), device=self.device)
-        # a resized crop is scaled to the schedule's size at once, other crops afterwards
-        crop_size = self.preprocess.image_size if params.crop.boxes is None else size
-        cropped = crop_and_flip(stored, rows, params.crop, size=crop_size)
-        images = color_and_normalize(cropped, params, preprocess=self.preprocess, size=size)
+        images = augment_images(stored, rows, params, preprocess=self.preprocess, size=size)
         targets = labels
-        if params.mix is not None:
-            num_classes = len(self.dataset.class_names)
-            images, targets = mix_batch(images, labels, params.mix, num_classes=num_classes)
+        if params.own_weight is not None and params.mixed_boxes is not None:
+            images, targets = mix_batch(
+                images,
+                labels,
+                params.own_weight,
+                params.mixed_boxes,
+                num_classes=len(self.dataset.class_names),
+            )
         return Batch(images, targets, labels, index)
 
 
 @dataclass(kw_only=True, eq=False)
 class TokenLoader(TrainLoader):
     """Shuffled batches of tokens that a model's frozen blocks made of the images, or of their
-    mirror images for samples that are flipped.
+    mirror images for samples that are flipped."""
 
-    Args:
-        tokens: Tokens of each image and, unless the flip is "none", of its mirror image.
-    """
-
+    # of each image and, unless the flip is "none", of its mirror image
     tokens: Float[Tensor, "n V N D"]
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.tokens = self.tokens.to(self.device)
 
-    def _read(self, samples: Iterator[StatelessRandom]) -> Steps:
-        yield from ((rng, None) for rng in samples)
-
-    def _augment_batch(
-        self, rng: StatelessRandom, pixels: Tensor | None, size: tuple[int, int], *, mix: bool
-    ) -> Batch:
-        is_flipped = self.augmentation.crop.sample_flips(rng)
-        host = (rng.sample_ids, is_flipped.long(), self._labels[rng.sample_ids])
-        index, view, labels = copy_to_device(host, self.device)
-        return Batch(self.tokens[index, view].float(), labels, labels, index)
-
-
-def gather(
-    pixels: UInt8[Tensor, "n H W 3"], samples: Iterator[StatelessRandom], *, pinned: bool
-) -> Steps:
-    """Yield the samples and the pixels of each batch. A thread reads them one batch ahead; if
-    `pinned`, into memory from which a GPU copies while it computes."""
-
-    def start(rng: StatelessRandom) -> Future[Tensor]:
-        shape = (len(rng.sample_ids), *pixels.shape[1:])
-        batch = torch.empty(shape, dtype=torch.uint8, pin_memory=pinned)
-        return pool.submit(torch.index_select, pixels, 0, rng.sample_ids, out=batch)
-
-    with ThreadPoolExecutor(1) as pool:
-        reading: tuple[StatelessRandom, Future[Tensor]] | None = None
-        for rng in samples:
-            following = rng, start(rng)
-            if reading is not None:
-                yield reading[0], reading[1].result()
-            reading = following
-        if reading is not None:
-            yield reading[0], reading[1].result()
+    def epoch(self, epoch: int, *, start_step: int = 0, **_: Any) -> Iterator[Batch]:
+        """The batches of an epoch, see `TrainLoader.epoch`; they have one size, and aren't mixed."""
+        for rng in self._sample(epoch, start_step):
+            is_flipped = self.augmentation.sample_flips(rng)
+            host = (rng.sample_ids, is_flipped.long(), self._labels[rng.sample_ids])
+            index, view, labels = copy_to_device(host, self.device)
+            yield Batch(self.tokens[index, view].float(), labels, labels, index)
 
 
 def fits_in_memory(num_bytes: int, device: torch.device) -> bool:

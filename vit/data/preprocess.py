@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from PIL import Image
@@ -24,17 +24,15 @@ if TYPE_CHECKING:
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 Interpolation = Literal["bicubic", "bilinear"]
-ResizeMode = Literal["crop", "pad", "stretch"]
+ResizeMode = Literal["crop", "stretch"]
 
 
-@dataclass(frozen=True)
-class Geometry:
+class Geometry(NamedTuple):
     """Place of the model's input on an upright image.
 
     Attributes:
         original_size: Width and height of the image.
-        box: Left, top, right and bottom of the input, in pixels of the image; beyond its edges
-            where the input is padded.
+        box: Left, top, right and bottom of the input, in pixels of the image.
     """
 
     original_size: tuple[int, int]
@@ -46,7 +44,7 @@ class Preprocess:
     """From a PIL image to the model's input, the same way in training, evaluation and explanation.
 
     The image is scaled to cover `resize_size` (aspect kept, antialiased), and `image_size` is cut
-    from its centre. Two other modes show all of the image.
+    from its centre.
 
     Args:
         image_size: Height and width of the model's input.
@@ -57,8 +55,8 @@ class Preprocess:
         interpolation: Pillow's filter.
         value_range: Values that become black and white in images of more than 8 bits a channel.
             None: the model was trained on 8 bits, and refuses them.
-        resize_mode: "crop"; "pad" scales the whole image to fit, and puts it on a ground of the
-            mean colour; "stretch" scales it to `image_size` in both directions.
+        resize_mode: "crop"; or "stretch", which scales the whole image to `image_size` in both
+            directions.
 
     Raises:
         ValueError: A value is out of range.
@@ -101,21 +99,8 @@ class Preprocess:
         height, width = self.image_size
         return round(height / self.crop_pct), round(width / self.crop_pct)
 
-    @property
-    def ground(self) -> tuple[int, int, int]:
-        """Colour around a padded image; normalised it is about 0."""
-        red, green, blue = (round(255 * min(max(value, 0.0), 1.0)) for value in self.mean)
-        return red, green, blue
-
-    @property
-    def storage(self) -> str:
-        """Text that differs wherever the pixels of the resized images do, besides their size."""
-        ground = self.ground if self.resize_mode == "pad" else None
-        return f"{self.interpolation} {self.value_range} {self.resize_mode} {ground}"
-
     def to_rgb(self, image: Image.Image) -> Image.Image:
-        """Convert an image of any mode to RGB, with its values scaled by `value_range`. Raises
-        ValueError if it has more than 8 bits a channel, and there is no range."""
+        """Convert an image of any mode to RGB, with its values scaled by `value_range`."""
         image = to_rgb(image)
         if not isinstance(image, DeepImage):
             return image
@@ -131,31 +116,27 @@ class Preprocess:
         if 0 in image.size:
             raise ValueError("the image has no pixels")
         image = self.to_rgb(image)
-        box, size, offset = self._place(image.size)
-        if image.size != size:
-            image = image.resize(size, Image.Resampling[self.interpolation.upper()], box=box)
         height, width = self.resize_size
-        if size != (width, height):
-            padded = Image.new("RGB", (width, height), self.ground)
-            padded.paste(image, offset)
-            image = padded
+        if image.size != (width, height):
+            resample = Image.Resampling[self.interpolation.upper()]
+            image = image.resize((width, height), resample, box=self._find_box(image.size))
         return self.crop(np.asarray(image))
 
     def crop(self, pixels: np.ndarray) -> np.ndarray:
         """Cut the centre [..., H, W, 3] from pixels stored at `resize_size`, [..., H', W', 3]."""
         height, width = self.image_size
-        top, left = self._margins()
+        top, left = self._margins
         return pixels[..., top : top + height, left : left + width, :]
 
     def geometry(self, size: tuple[int, int]) -> Geometry:
         """Compute the part of an image of `size` (width, height) that `to_uint8` returns."""
-        (left, top, right, bottom), (width, height), (left_pad, top_pad) = self._place(size)
+        left, top, right, bottom = self._find_box(size)
+        height, width = self.resize_size
         # original pixels per pixel of the input
-        across = (right - left) / width
-        down = (bottom - top) / height
-        top_margin, left_margin = self._margins()
-        left += (left_margin - left_pad) * across
-        top += (top_margin - top_pad) * down
+        across, down = (right - left) / width, (bottom - top) / height
+        top_margin, left_margin = self._margins
+        left += left_margin * across
+        top += top_margin * down
         height, width = self.image_size
         return Geometry(size, box=(left, top, left + width * across, top + height * down))
 
@@ -189,35 +170,31 @@ class Preprocess:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Preprocess:
         """Return the inverse of `to_dict`; missing values are the defaults."""
+        if values.get("resize_mode") == "pad":
+            raise ValueError(
+                "this model was trained on images with a border, resize_mode pad, which vit no longer"
+                " makes; train it again with data.resize_mode=stretch"
+            )
         arguments: Any = {
             name: tuple(value) if isinstance(value, list) else value
             for name, value in values.items()
         }
         return cls(**arguments)
 
-    def _place(
-        self, size: tuple[int, int]
-    ) -> tuple[tuple[float, float, float, float], tuple[int, int], tuple[int, int]]:
-        """Find how an image of `size` (width, height) is resized: the box that is resized, its new
-        (width, height), and the columns to its left and rows above it in the resized image."""
+    def _find_box(self, size: tuple[int, int]) -> tuple[float, float, float, float]:
+        """Find the part of an image of `size` (width, height) that is resized to `resize_size`: all
+        of it, or the largest centred box of that aspect."""
         width, height = size
-        target_height, target_width = self.resize_size
-        scales = width / target_width, height / target_height
-        if self.resize_mode == "crop":
-            # the largest centred box of the target's aspect
-            box_width, box_height = (side * min(scales) for side in (target_width, target_height))
-            # Pillow refuses a box that rounding has pushed over an edge
-            left = max((width - box_width) / 2, 0.0)
-            top = max((height - box_height) / 2, 0.0)
-            right, bottom = min(left + box_width, width), min(top + box_height, height)
-            return (left, top, right, bottom), (target_width, target_height), (0, 0)
-        box = (0.0, 0.0, float(width), float(height))
         if self.resize_mode == "stretch":
-            return box, (target_width, target_height), (0, 0)
-        width = min(max(round(width / max(scales)), 1), target_width)
-        height = min(max(round(height / max(scales)), 1), target_height)
-        return box, (width, height), ((target_width - width) // 2, (target_height - height) // 2)
+            return 0, 0, width, height
+        target_height, target_width = self.resize_size
+        scale = min(width / target_width, height / target_height)
+        box_width, box_height = target_width * scale, target_height * scale
+        # Pillow refuses a box that rounding has pushed over an edge
+        left, top = max((width - box_width) / 2, 0.0), max((height - box_height) / 2, 0.0)
+        return left, top, min(left + box_width, width), min(top + box_height, height)
 
+    @property
     def _margins(self) -> tuple[int, int]:
         """Rows above the centre crop, and columns to its left."""
         height, width = self.resize_size

@@ -25,20 +25,16 @@ _MULTIPLIER_2 = 0x94D049BB133111EB - (1 << 64)
 
 @dataclass(frozen=True, eq=False)
 class StatelessRandom:
-    """The random numbers of samples in one epoch of one run: a number for each sample.
-
-    A `stream` names what the numbers are for: those of two streams are independent.
-    """
+    """The random numbers of samples in one epoch of one run. A `stream` names what they are for:
+    those of two streams are independent."""
 
     seed: int
     epoch: int
     sample_ids: SampleIds
 
     def bits(self, stream: str) -> Int64[Tensor, " n"]:
-        """Draw 64 random bits; different ids have different bits.
-
-        They are splitmix64 of hash(seed, epoch, stream) + (id + 1) · golden ratio.
-        """
+        """Draw 64 random bits: splitmix64 of hash(seed, epoch, stream) + (id + 1) · golden ratio.
+        Different ids have different bits."""
         name = f"{self.seed}/{self.epoch}/{stream}".encode()
         key = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little", signed=True)
         mixed = (self.sample_ids + 1) * _GOLDEN_RATIO + key
@@ -54,9 +50,9 @@ class StatelessRandom:
         """Draw integers in 0 … below - 1; `below` < 2³¹ (their bias is below / 2³²)."""
         return _shift_right(_shift_right(self.bits(stream), 32) * below, 32)
 
-    def permutation(self, stream: str = "order") -> SampleIds:
+    def permutation(self) -> SampleIds:
         """Return the samples in a random order. The hash has no ties, so the order is unique."""
-        return self.sample_ids[torch.argsort(self.bits(stream))]
+        return self.sample_ids[torch.argsort(self.bits("order"))]
 
 
 def _shift_right(value: Int64[Tensor, " n"], num_bits: int) -> Int64[Tensor, " n"]:

@@ -85,6 +85,12 @@ class DatasetSplits:
             )
         return correct_labels(dataset, self.corrections)
 
+    @property
+    def pool(self) -> ImageDataset:
+        """The images among which training and validation are, whatever is drawn: all but those of a
+        test split that the data set has of its own."""
+        return self.images.subset(np.flatnonzero(self.marks != "test"))
+
     def describe_splits(self) -> list[str]:
         """Describe the origin of the test and the validation split, a sentence each."""
         sentences = []

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from vit.data.crop import Crop
+from vit.data.augment import Augmentation
 from vit.data.dataset import ImageDataset, check_unreadable
 from vit.data.preprocess import Preprocess
 from vit.data.random import StatelessRandom, seed_generators
@@ -27,8 +27,6 @@ from vit.runtime.machine import count_workers
 Transform = Callable[..., Any]
 # the samples of each step and, unless they are on the device, their pixels
 Steps = Generator[tuple[StatelessRandom, UInt8[Tensor, "B H W 3"] | None], None, None]
-# index of each image of a batch, seed of its transform, and place of its random crop
-Tasks = list[tuple[int, int, list[float]]]
 # JPEG files may be decoded to so many times the sides of the input, because random parts of 6 % of
 # the area then have all of its pixels
 _DRAFT_SIDES = 4
@@ -59,68 +57,58 @@ def apply_transform(transform: Transform, image: Image.Image, *, seed: int) -> I
 
 
 class Decoded(NamedTuple):
-    """The decoded images of a batch.
+    """The decoded images of a batch."""
 
-    Attributes:
-        indices: Index of each image; another one than was asked for if that can't be read.
-        unreadable: Index of an image → why it can't be read.
-        error: Why the user's transform failed, or images can't be reached now; else empty.
-    """
-
+    # another index than was asked for where that image can't be read
     indices: Int64[Tensor, " B"]
     pixels: UInt8[Tensor, "B H W 3"]
+    # index of an image → why it can't be read
     unreadable: dict[int, str]
+    # why the user's transform failed, or images can't be reached now; else empty
     error: str
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(eq=False)
 class Decoder(Dataset[Decoded]):
     """Decodes batches, in a worker.
 
-    Args:
-        dataset: The images.
-        preprocess: Preprocessing of the model.
-        crop: Its random crops are cut from the full-size images; without, and where the whole image
-            is shown, images are decoded as for the other pipelines.
-        transform: The user's transform of one image, before all augmentation.
+    Random crops are cut from the full-size images; without, and where the whole image is shown,
+    images are decoded as for the other pipelines. The user's transform comes first.
     """
 
     dataset: ImageDataset
     preprocess: Preprocess
-    crop: Crop
+    augmentation: Augmentation
     transform: Transform | None
 
     def __post_init__(self) -> None:
-        self.cuts_parts = self.crop.scale is not None and self.preprocess.resize_mode == "crop"
-        size = self.preprocess.image_size if self.cuts_parts else self.preprocess.resize_size
-        self._size = size
-        self._resize = replace(self.preprocess, image_size=size, crop_pct=1.0)
+        size = self.preprocess.resize_size
+        self._whole = replace(self.preprocess, image_size=size, crop_pct=1.0)
+        is_cropped = self.preprocess.resize_mode == "crop"
+        self.cuts_parts = is_cropped and self.augmentation.resized_crop_scale is not None
+        self._size = self.preprocess.image_size if self.cuts_parts else size
         is_drafted = self.cuts_parts and self.transform is None
-        self._draft_side = _DRAFT_SIDES * max(size) if is_drafted else None
+        self._draft_side = _DRAFT_SIDES * max(self._size) if is_drafted else None
 
-    def list_tasks(self, rng: StatelessRandom) -> Tasks:
-        """List what a worker needs to decode a batch."""
-        seeds = rng.integers("albumentations", below=2**31 - 1) + 1
-        places = self.crop.sample_places(rng).T
-        return list(zip(rng.sample_ids.tolist(), seeds.tolist(), places.tolist(), strict=True))
-
-    def __getitem__(self, tasks: Tasks) -> Decoded:
+    def __getitem__(self, rng: StatelessRandom) -> Decoded:
         """Decode a batch."""
-        pixels = np.empty((len(tasks), *self._size, 3), dtype=np.uint8)
-        indices = torch.empty(len(tasks), dtype=torch.int64)
+        pixels = np.empty((len(rng.sample_ids), *self._size, 3), dtype=np.uint8)
+        indices = rng.sample_ids.clone()
+        seeds = rng.integers("albumentations", below=2**31 - 1) + 1
+        places = self.augmentation.sample_places(rng).numpy()
         unreadable: dict[int, str] = {}
         error = ""
         # errors are returned as text: a worker's exceptions would arrive with its traceback
         try:
-            for row, (index, seed, places) in enumerate(tasks):
+            for row, index in enumerate(rng.sample_ids.tolist()):
                 indices[row], image = self._read_next(index, unreadable)
                 image = self.preprocess.to_rgb(image)
                 if self.transform is not None:
-                    image = apply_transform(self.transform, image, seed=seed)
+                    image = apply_transform(self.transform, image, seed=int(seeds[row]))
                 if self.cuts_parts:
-                    pixels[row] = self._cut(image, places)
+                    pixels[row] = self._cut(image, places[:, row])
                 else:
-                    pixels[row] = self._resize.to_uint8(image)
+                    pixels[row] = self._whole.to_uint8(image)
         except (ValueError, OSError, DriveError) as failure:
             error = str(failure)
         return Decoded(indices, torch.from_numpy(pixels), unreadable, error)
@@ -138,11 +126,11 @@ class Decoder(Dataset[Decoded]):
                 return place % count, image
         raise ValueError("none of the images can be read")
 
-    def _cut(self, image: Image.Image, places: list[float]) -> np.ndarray:
+    def _cut(self, image: Image.Image, places: np.ndarray) -> np.ndarray:
         """Cut out the random part, and resize it, bilinear and antialiased, to [H, W, 3]."""
         height, width = self._size
         full_size = image.height, image.width
-        box = self.crop.place(np.array(places), full_size, shape=width / height)
+        box = self.augmentation.place_crops(places, full_size, shape=width / height)
         left, top, right, bottom = map(int, box)
         part = torch.from_numpy(np.array(image)[top:bottom, left:right]).permute(2, 0, 1)[None]
         # in half of Pillow's time
@@ -162,37 +150,36 @@ class DecodingWorkers:
     """Worker processes that live until `close()` or until this object is deleted."""
 
     def __init__(
-        self, decoder: Decoder, *, workers: int | None, max_unreadable_fraction: float
+        self, decoder: Decoder, workers: int | None, max_unreadable_fraction: float
     ) -> None:
         self._decoder = decoder
         self._workers = count_workers() if workers is None else workers
         self._max_unreadable_fraction = max_unreadable_fraction
         # the batches of one epoch; workers that live on take the next epoch's from it
-        self._tasks: list[Tasks] = []
+        self._samples: list[StatelessRandom] = []
         self._loader: DataLoader[Decoded] | None = None
-        # the iterator of `_loader`, which owns the workers
-        self._iterator: Any = None
-        # index of an image → why it can't be read
-        self._unreadable: dict[int, str] = {}
+        # id of an image → why it can't be read
+        self._unreadable: dict[str, str] = {}
 
     def close(self) -> None:
         """End the processes that decode images; the next epoch starts new ones."""
         # an exception's traceback may keep the iterator alive, and with it the workers
-        shut_down = getattr(self._iterator, "_shutdown_workers", None)
-        self._loader = self._iterator = None
-        if shut_down is not None:
+        iterator: Any = getattr(self._loader, "_iterator", None)
+        self._loader = None
+        if iterator is not None:
             # torch raises again for a worker that was killed, and ends the others
             with suppress(RuntimeError):
-                shut_down()
+                iterator._shutdown_workers()
 
     def decode(self, samples: Iterator[StatelessRandom]) -> Steps:
-        """Yield the samples and the pixels of each batch."""
-        sampled = list(samples)
-        self._tasks[:] = map(self._decoder.list_tasks, sampled)
+        """Yield the samples and the pixels of each batch, and warn of images that can't be read. Raises
+        ValueError if they are too many."""
+        dataset = self._decoder.dataset
+        self._samples[:] = samples
         if self._loader is None:
             self._loader = DataLoader(
                 self._decoder,
-                sampler=self._tasks,
+                sampler=self._samples,
                 # the decoder gives batches
                 batch_size=None,
                 num_workers=self._workers,
@@ -201,20 +188,14 @@ class DecodingWorkers:
                 # or each epoch would take a number from torch's own
                 generator=torch.Generator(),
             )
-        self._iterator = iter(self._loader)
-        for rng, batch in zip(sampled, self._iterator, strict=True):
-            self._check(batch)
-            yield replace(rng, sample_ids=batch.indices), batch.pixels
-
-    def _check(self, batch: Decoded) -> None:
-        """Warn of the images that can't be read. Raises ValueError if they are too many."""
-        dataset = self._decoder.dataset
-        for index, reason in batch.unreadable.items():
-            if index not in self._unreadable:
-                self._unreadable[index] = reason
+        for rng, batch in zip(list(self._samples), self._loader, strict=True):
+            for index, reason in batch.unreadable.items():
                 name = dataset.ids[index]
-                warnings.warn(f"skipped {dataset.split} image {name}: {reason}", stacklevel=2)
-        unreadable = [(dataset.ids[index], why) for index, why in self._unreadable.items()]
-        check_unreadable(unreadable, len(dataset), self._max_unreadable_fraction)
-        if batch.error:
-            raise ValueError(batch.error)
+                if name not in self._unreadable:
+                    self._unreadable[name] = reason
+                    warnings.warn(f"skipped {dataset.split} image {name}: {reason}", stacklevel=2)
+            unreadable = list(self._unreadable.items())
+            check_unreadable(unreadable, len(dataset), self._max_unreadable_fraction)
+            if batch.error:
+                raise ValueError(batch.error)
+            yield replace(rng, sample_ids=batch.indices), batch.pixels

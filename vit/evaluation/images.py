@@ -65,8 +65,7 @@ def load_images(bundle: Bundle, splits: DatasetSplits, split: str | None) -> Eva
     find_labels(source, bundle.class_names)
     decoded = decode_dataset(
         source,
-        size=bundle.preprocess.resize_size,
-        preprocess=bundle.preprocess,
+        bundle.preprocess,
         progress=current_process().is_main,
     )
     ids = tuple(printable(name) for name in decoded.ids)

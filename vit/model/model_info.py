@@ -12,7 +12,6 @@ from vit.runtime.arguments import as_pair
 from vit.runtime.documents import read_json
 
 # timm's names → ours, for modes that show the whole image
-_RESIZE_MODES = {"squash": "stretch", "border": "pad"}
 # Pillow's number → the filter
 _INTERPOLATIONS = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
 
@@ -166,9 +165,9 @@ def _find_timm_preprocess(model: nn.Module, image_size: tuple[int, int]) -> Mapp
 
     config = resolve_model_data_config(model)
     found = {name: config[name] for name in ("mean", "std", "crop_pct", "interpolation")}
-    # timm cuts a part also from what it squashes or pads; we crop at the centre then
-    if config["crop_pct"] == 1 and config["crop_mode"] in _RESIZE_MODES:
-        found["resize_mode"] = _RESIZE_MODES[config["crop_mode"]]
+    # timm cuts a part also from what it squashes; we crop at the centre then
+    if config["crop_pct"] == 1 and config["crop_mode"] == "squash":
+        found["resize_mode"] = "stretch"
     return found | {"image_size": image_size}
 
 

@@ -26,16 +26,10 @@ MAX_P_UNUSUAL = 0.05  # largest p-value of an image that is called unusual
 
 
 def find_threshold(probabilities: Floats, *, coverage: float = COVERAGE) -> float | None:
-    """Find the smallest probability with which a class is in the set.
+    """Find the smallest probability with which a class is in the set, by the probability of the right
+    class of each held-out image, [n]; None if n is below coverage / (1 - coverage).
 
     These sets are on average the smallest ones with this coverage (Sadinle, Lei & Wasserman 2019).
-
-    Args:
-        probabilities: Probability of the right class of each held-out image, [n].
-        coverage: Fraction of the sets that should include the right class, above 0 and below 1.
-
-    Returns:
-        The threshold; None if n is below coverage / (1 - coverage), too few for this coverage.
     """
     count = len(probabilities)
     # rank among n + 1 scores, rounded because 10 * 0.9 could come out just above 9
@@ -47,66 +41,45 @@ def find_threshold(probabilities: Floats, *, coverage: float = COVERAGE) -> floa
 
 
 def compute_p_values(distances: Floats, calibration: Floats) -> Floats:
-    """Compute conformal p-values (Bates, Candès, Lei, Romano & Sesia 2023, equation 2).
+    """Compute conformal p-values (Bates, Candès, Lei, Romano & Sesia 2023, equation 2), 1 / (m + 1)
+    to 1, by the distances of new images, [n], and held-out ones, [m], to the training images.
 
     Among images like the held-out ones, at most a fraction p has a p-value of p or less.
-
-    Args:
-        distances: Distances of the new images to the training images, [n].
-        calibration: Distances of held-out images to the training images, [m].
-
-    Returns:
-        [n], 1 / (m + 1) to 1.
     """
     num_closer = np.searchsorted(np.sort(calibration), distances, side="left")
     return np.asarray((len(calibration) - num_closer + 1) / (len(calibration) + 1))
 
 
-def build_sets(probabilities: Floats, threshold: float) -> list[list[int]]:
-    """Return the classes that reach the threshold for each row of [n, C], most probable first."""
-    sets = []
-    for row in probabilities:
-        chosen = np.flatnonzero(row >= threshold)
-        sets.append(chosen[np.argsort(-row[chosen], kind="stable")].tolist())
-    return sets
-
-
 def predict_sets(bundle: Bundle, logits: Float32s) -> list[list[str]] | list[None]:
-    """Return the prediction set of each image, as names of classes; None for each if the model file
-    holds no threshold, and where the thresholds of labels or of an operating point decide.
-
-    Args:
-        bundle: The model. Its temperature, which may have been fitted after the threshold, doesn't
-            count.
-        logits: [n, C].
-    """
+    """Return the prediction set of each image of the logits [n, C], as names of classes; None for
+    each if the model file holds no threshold, and where the thresholds of labels or of an operating
+    point decide. The temperature, which may have been fitted after the threshold, doesn't count."""
     threshold = bundle.metadata.get("conformal", {}).get("thresholds", {}).get(str(COVERAGE))
     if threshold is None or bundle.is_multilabel or bundle.operating_point:
         return [None] * len(logits)
     sets = []
     for rows in chunk_rows(logits):
-        sets += build_sets(np.exp(compute_log_probabilities(logits[rows], 1.0)), threshold)
-    return [[bundle.class_names[index] for index in chosen] for chosen in sets]
+        for row in np.exp(compute_log_probabilities(logits[rows], 1.0)):
+            chosen = np.flatnonzero(row >= threshold)
+            chosen = chosen[np.argsort(-row[chosen], kind="stable")]
+            sets.append([bundle.class_names[index] for index in chosen])
+    return sets
 
 
 @dataclass(frozen=True)
 class SetMetrics:
-    """Prediction sets on labelled images.
+    """Prediction sets on labelled images."""
 
-    Attributes:
-        coverage: Fraction of the sets that should include the label.
-        num_images: Number of validation images that the threshold is from.
-        measured: Fraction of the sets that include the label.
-        single: Fraction of the sets that have one class.
-        single_correct: Fraction of these that are correct; null if there are none.
-        mean_size: Mean number of classes.
-    """
-
+    # fraction of the sets that should include the label
     coverage: float
+    # number of validation images that the threshold is from
     num_images: int
+    # fraction of the sets that include the label
     measured: float
+    # fraction of the sets that have one class, and of these the one that is correct
     single: float
     single_correct: float | None
+    # mean number of classes
     mean_size: float
 
 

@@ -37,12 +37,8 @@ class ClassThreshold(NamedTuple):
 
 
 def compute_probabilities(bundle: Bundle, logits: Float32s) -> Floats:
-    """Compute the probability of each class or label, float64 [n, C].
-
-    Args:
-        bundle: The model, whose temperature divides the logits.
-        logits: [n, C].
-    """
+    """Compute the probability of each class or label, float64 [n, C], from logits [n, C], which the
+    model's temperature divides."""
     scaled = logits.astype(np.float64) / bundle.temperature
     return compute_sigmoid(scaled) if bundle.is_multilabel else compute_softmax(scaled)
 
@@ -84,8 +80,8 @@ def rank_classes(bundle: Bundle, probabilities: Floats) -> Iterator[list[int]]:
 
 
 def find_labels(bundle: Bundle, probabilities: Floats) -> list[list[str]] | list[None]:
-    """Return the labels that each image is predicted to have, the most probable first; None for each
-    image for a model of one class an image."""
+    """Return the predicted labels of each image, the most probable first; None for each for a model
+    of one class an image."""
     if not bundle.is_multilabel:
         return [None] * len(probabilities)
     rows = zip(

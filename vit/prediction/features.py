@@ -39,15 +39,8 @@ def compute_features(
     *,
     cache_dir: Path | None = None,
 ) -> Features:
-    """Compute the pooled features of images after each block, or read them from the cache.
-
-    Their name in the cache changes with the weights, the preprocessing, the precision and the
-    images.
-
-    Args:
-        predictor: The model, with the conditions under which it runs.
-        dataset: The images. If they aren't decoded, each is read with its batch.
-        cache_dir: The cache; None: $VIT_CACHE or ~/.cache/vit.
+    """Compute the pooled features of images after each block, or read them from the cache, where
+    their name changes with the weights, the preprocessing, the precision and the images.
 
     Returns:
         Features by number of blocks and pooling ("token": the class token, "avg": the mean of the
@@ -55,8 +48,7 @@ def compute_features(
         its classifier.
 
     Raises:
-        ValueError: An image can't be read, or the model has no pooled features.
-        OSError: An image can't be read, or the cache can't be written.
+        ValueError, OSError: An image can't be read, or the model has no pooled features.
     """
     model = predictor.model
     readouts = list_readouts(model)
@@ -113,11 +105,8 @@ def _cache_key(predictor: BatchPredictor, dataset: ImageDataset, shape: tuple[in
 
 
 def compute_readable_features(bundle: Bundle, dataset: ImageDataset) -> tuple[Float32s, Ints]:
-    """Compute the pooled features that the head reads, of those images that can be read.
-
-    Returns:
-        Features [n, D], and the indices of these n images.
-    """
+    """Compute the pooled features that the head reads, [n, D], of those images that can be read, and
+    return their indices, too."""
     is_readable = np.ones(len(dataset), dtype=bool)
 
     def read(start: int, stop: int) -> Pixels:

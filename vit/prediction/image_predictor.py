@@ -3,11 +3,10 @@ for many machines."""
 
 import io
 import os
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
-from itertools import islice
+from functools import cached_property, partial
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import numpy as np
 from PIL import Image
 
 from vit.bundle import Bundle, Models, open_model, require_classifier
-from vit.data.images import list_images, read_image
+from vit.data.images import open_pixels, read_image
 from vit.data.preprocess import Preprocess
 from vit.prediction.conformal import compute_p_values, predict_sets
 from vit.prediction.decision import compute_probabilities, find_labels, rank_classes
@@ -130,11 +129,8 @@ class Predictor:
         return list(self.predict_items(_split_columns(images)[1]))
 
     def predict_items(self, items: Iterable[tuple[str, Any]]) -> Iterator[Prediction]:
-        """Yield the prediction of each image, in order, while one batch is in memory.
-
-        Args:
-            items: Name of each image, and its path, encoded bytes, PIL image or array.
-        """
+        """Yield the prediction of each image, in order, while one batch is in memory. Items are the
+        name of each image, and its path, encoded bytes, PIL image or array."""
         for batch in decode_batches(items, self.bundle.preprocess, self.batch_size):
             predictions = self.predict_pixels(
                 [(name, pixels) for name, pixels in batch if not isinstance(pixels, str)]
@@ -147,8 +143,7 @@ class Predictor:
                     yield next(predictions)
 
     def predict_pixels(self, batch: Sequence[tuple[str, Pixels]]) -> Iterator[Prediction]:
-        """Yield the prediction of each image of a batch: its name, and its pixels as the model sees
-        them."""
+        """Yield the prediction of each image of a batch, given its name and the input's pixels."""
         bundle, predictor, names = self.bundle, self.batch_predictor, self.bundle.class_names
         read = read_from([pixels for _, pixels in batch])
         p_values: list[float | None] = [None] * len(batch)
@@ -204,7 +199,6 @@ def decode_batches(
 ) -> Iterator[list[Decoded]]:
     """Yield images in batches, decoded for a model; the next batch is decoded while the caller
     works on one. See `Predictor.predict_items`."""
-    items = iter(items)
 
     def decode(item: tuple[str, Any]) -> Decoded:
         name, image = item
@@ -216,14 +210,12 @@ def decode_batches(
 
     # decoding a photo may take longer than its forward pass
     pool = ThreadPoolExecutor(max(os.cpu_count() or 1, _MIN_THREADS))
-    ahead: deque[Iterator[Decoded]] = deque()
+    left = iter(items)
+    started = map(partial(pool.map, decode), iter(lambda: list(islice(left, batch_size)), []))
     try:
-        while True:
-            while len(ahead) < 2 and (batch := list(islice(items, batch_size))):
-                ahead.append(pool.map(decode, batch))
-            if not ahead:
-                return
-            yield list(ahead.popleft())
+        # the first of a pair is taken when the second one has been started
+        for batch, _ in pairwise(chain(started, [()])):
+            yield list(batch)
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -236,6 +228,4 @@ def _open_image(name: str, image: Any) -> Image.Image:
         return read_image(Path(image))
     if isinstance(image, bytes | bytearray | memoryview):
         return read_image(io.BytesIO(image), name=name)
-    (opened,) = list_images(image)
-    assert isinstance(opened, Image.Image)
-    return opened
+    return open_pixels(image)

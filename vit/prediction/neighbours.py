@@ -17,11 +17,10 @@ _BLOCK = 1 << 23
 def find_nearest(
     features: Features, references: Features, count: int, *, skip_self: bool = False
 ) -> tuple[Ints, Float32s]:
-    """Find for each row of `features` the rows of `references` with the largest cosine.
+    """Find for each row of `features`, [n, D], the rows of `references`, [m, D], with the largest
+    cosine.
 
     Args:
-        features: [n, D].
-        references: [m, D].
         count: Number of neighbours k; m where there are fewer.
         skip_self: Both are the same images, and none is its own neighbour.
 
@@ -45,18 +44,9 @@ def find_nearest(
 
 
 def compute_distances(features: Features, training_features: Features) -> Floats:
-    """Compute the distance of each image to its k-th nearest training image.
-
-    Features are scaled to length one (Sun, Ming, Zhu & Li 2022, "Out-of-distribution detection with
-    deep nearest neighbors").
-
-    Args:
-        features: [n, D].
-        training_features: [m, D].
-
-    Returns:
-        [n], 0 to 2.
-    """
+    """Compute the distance of each image, [n, D], to its k-th nearest training image of [m, D], 0 to
+    2: of features of length one (Sun, Ming, Zhu & Li 2022, "Out-of-distribution detection with deep
+    nearest neighbors")."""
     _, cosines = find_nearest(features, training_features, NUM_NEIGHBOURS)
     return convert_to_distances(cosines[:, -1])
 

@@ -36,20 +36,12 @@ _MIN_BATCH_SIZE = 16
 
 @dataclass
 class BatchPredictor:
-    """A model in evaluation mode with the conditions that it runs under.
-
-    Args:
-        model: Maps normalised images to logits.
-        preprocess: The model's preprocessing.
-        num_classes: Number of logits C.
-        batch_size: Images in a forward pass; fewer if a GPU's memory doesn't hold them.
-        device: The model's device.
-        precision: "float32", "bfloat16" or "float16".
-    """
+    """A model in evaluation mode with the conditions that it runs under."""
 
     model: nn.Module
     preprocess: Preprocess
     num_classes: int
+    # images in a forward pass; fewer if a GPU's memory doesn't hold them
     batch_size: int
     device: torch.device
     precision: Precision
@@ -113,7 +105,7 @@ class BatchPredictor:
         dtype: torch.dtype = torch.float32,
         on_progress: Callable[[int], object] = lambda done: None,
     ) -> Tensor:
-        """Compute something for each image.
+        """Compute something for each image, and return it for all of them, on the CPU.
 
         In a process group every process takes every world_size-th batch and gets all results back.
         The batches don't depend on the number of processes, so neither does any bit of the results.
@@ -123,12 +115,8 @@ class BatchPredictor:
             function: Maps normalised images [B, 3, H, W] to their results; it calls the model.
             read: Reads images; on a CPU several threads call it.
             shape: Shape of all results: the number of images, then the shape for one image.
-            dtype: Type of the results.
             on_progress: Called with the number of images just done by all processes together; on a
                 CPU from several threads.
-
-        Returns:
-            The results for all images, on the CPU.
         """
         count = shape[0]
         process = current_process()

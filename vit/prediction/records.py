@@ -132,8 +132,6 @@ def write_predictions(
     """Write a line for each prediction, and yield the prediction once it is written.
 
     Args:
-        predictions: The predictions.
-        file: Open file.
         kind: "jsonl": JSON objects, in which control characters and names that aren't UTF-8 are
             escaped. "csv": `COLUMNS`, with � for control characters, an apostrophe where a
             spreadsheet would see a formula, and bars between several names. "table": lines for a
@@ -181,13 +179,8 @@ def write_output(
     *,
     resume: bool = False,
 ) -> Iterator[Prediction]:
-    """Write predictions into a file as they are made, and yield each once it is written.
-
-    Args:
-        path: FILE.jsonl or FILE.csv.
-        items: Name and content of each image.
-        predict: Function that predicts items.
-        resume: Go on after the lines that FILE.jsonl has; a torn last line is cut.
+    """Write predictions of items into FILE.jsonl or FILE.csv as they are made, and yield each once it
+    is written. `resume` goes on after the lines that FILE.jsonl has; a torn last line is cut.
 
     Raises:
         ValueError: The file has another name, it is there already, or its lines are of other

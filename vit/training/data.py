@@ -15,7 +15,6 @@ from vit.config import Config
 from vit.data.augment import Augmentation
 from vit.data.cache import decode_dataset
 from vit.data.corrections import check_corrections, read_corrections
-from vit.data.crop import Crop
 from vit.data.dataset import ImageDataset, ImageRule, choose_evenly
 from vit.data.loader import TokenLoader, TrainLoader, fits_in_memory
 from vit.data.open import open_dataset, open_passed
@@ -87,7 +86,7 @@ def build_data(
     has_transform: bool = False,
 ) -> TrainingData:
     """List the training and validation images, and decode them where they fit into the memory of
-    the host or of a device. The test images are not touched.
+    the host or of a device, together with the images of a test split that is drawn among them.
 
     Args:
         config: What it says comes before `pretrained`, the preprocessing of weights, and that
@@ -112,25 +111,6 @@ def build_data(
         std=data.std or preprocess.std,
     )
 
-    def normalize(images: Iterable[np.ndarray]) -> Preprocess:
-        """Use the mean and the deviation of images, unless the configuration gives them."""
-        mean, std = measure_mean_and_std(images)
-        return replace(preprocess, mean=data.mean or mean, std=data.std or std)
-
-    # Pretrained weights keep the normalisation that they were trained with.
-    is_measured = pretrained is not None
-    if not is_measured and preprocess.resize_mode == "pad":
-        # The border has the mean colour of what it surrounds, and is known before images are cached.
-        whole = replace(preprocess, resize_mode="stretch")
-        preprocess = normalize(map(whole.to_uint8, _read_sample(train)))
-        is_measured = True
-    decode = partial(
-        decode_dataset,
-        size=preprocess.resize_size,
-        preprocess=preprocess,
-        workers=data.workers,
-        max_unreadable_fraction=data.max_unreadable_fraction,
-    )
     validation = splits.split("validation") if data.validation_fraction > 0 else None
     num_images = len(train) + len(validation or ())
     num_bytes = num_images * math.prod(preprocess.resize_size) * 3
@@ -145,15 +125,26 @@ def build_data(
         # The main process decides for all; the free memory of their devices differs.
         pipeline = current_process().broadcast(pipeline)
 
+    decode = partial(
+        decode_dataset,
+        preprocess=preprocess,
+        together=splits.pool if pipeline != "workers" else None,
+        workers=data.workers,
+        max_unreadable_fraction=data.max_unreadable_fraction,
+    )
     if pipeline != "workers":
         train = decode(train)
     if validation is not None:
         validation = decode(validation)
-    if not is_measured:
+    # Pretrained weights keep the normalisation that they were trained with.
+    if pretrained is None:
         images: Iterable[np.ndarray] = map(preprocess.to_uint8, _read_sample(train))
         if train.pixels is not None:
-            images = train.pixels[:: max(1, len(train) // _MEASURED_IMAGES)]
-        preprocess = normalize(images)
+            # Not as a slice, which would copy them.
+            step = max(1, len(train) // _MEASURED_IMAGES)
+            images = map(train.pixels.__getitem__, range(0, len(train), step))
+        mean, std = measure_mean_and_std(images)
+        preprocess = replace(preprocess, mean=data.mean or mean, std=data.std or std)
     return TrainingData(
         config=config.with_data(pipeline=pipeline),
         splits=splits,
@@ -193,7 +184,6 @@ def build_train_loader(
     # If there are fewer images than a batch, take as many as divide into pairs for each process.
     process = current_process()
     multiple = 2 * process.world_size
-    augment = config.augment
     loader_type = TrainLoader if tokens is None else partial(TokenLoader, tokens=tokens)
     return loader_type(
         train,
@@ -202,13 +192,7 @@ def build_train_loader(
         process=process,
         device=device,
         preprocess=data.preprocess,
-        augmentation=Augmentation(
-            crop=Crop(augment.crop_padding, augment.resized_crop_scale, augment.flip),
-            color_jitter=augment.color_jitter,
-            cutout=augment.cutout,
-            mixup=augment.mixup,
-            cutmix=augment.cutmix,
-        ),
+        augmentation=Augmentation(**config.augment.model_dump(exclude={"mix_until"})),
         is_resident=config.data.pipeline == "resident",
         transform=transform,
         workers=config.data.workers,

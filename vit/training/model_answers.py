@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from vit.bundle import Bundle, build_bundle
+from vit.bundle import Bundle, load_bundle
 from vit.data.dataset import choose_evenly, printable
 from vit.evaluation.calibration import MIN_IMAGES, fit_temperature
 from vit.evaluation.metrics import score_logits
@@ -36,7 +36,7 @@ def complete_model_file(run: Run, directory: Path) -> None:
     content = read_model_file(path)
     # A copy of the run's own module takes the best weights, so that none is built again.
     module = copy.deepcopy(trainer.train_step.module)
-    bundle = build_bundle(content, path, model=module, device=trainer.train_step.device)
+    bundle = load_bundle(path, model=module, device=trainer.train_step.device)
     conformal: dict[str, Any] = {"num_images": 0, "thresholds": {}}
     metadata = {**content.metadata, "conformal": conformal}
     likeness = content.likeness

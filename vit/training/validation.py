@@ -1,9 +1,12 @@
 """Validation while a model trains: the numbers that `vit evaluate` would report."""
 
+from functools import partial
+
 import torch
 from torch import nn
 
 from vit.evaluation.metrics import compute_metrics, score_logits
+from vit.prediction.features import read_dataset
 from vit.prediction.predictor import BatchPredictor, choose_batch_size
 from vit.prediction.probabilities import Float32s
 from vit.runtime.device import choose_precision
@@ -27,11 +30,8 @@ def build_predictor(
 def predict_validation(data: TrainingData, model: nn.Module, device: torch.device) -> Float32s:
     """Compute the logits of the validation images, [n, C]."""
     assert data.validation is not None
-    images = data.validation.pixels
-    assert images is not None, "validation images are always decoded"
-    return build_predictor(data, model, device=device).predict(
-        lambda start, stop: data.preprocess.crop(images[start:stop]), count=len(images)
-    )
+    read = partial(read_dataset, data.validation, data.preprocess)
+    return build_predictor(data, model, device=device).predict(read, count=len(data.validation))
 
 
 def list_measures(data: TrainingData) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from tests.data.conftest import draw_pixels
 from vit.data.cache import decode_dataset
 from vit.data.dataset import ImageRule
 from vit.data.open import find_kind, open_dataset, open_for_model
+from vit.data.preprocess import Preprocess
 from vit.data.splits import DatasetSplits
 
 datasets = pytest.importorskip("datasets")
@@ -167,7 +168,7 @@ def test_an_image_that_cannot_be_decoded_is_skipped_and_named(tmp_path: Path) ->
     path = write_parquet(tmp_path / "x.parquet", make_table(image=images))
     decoded = decode_dataset(
         open_place(path).split("all"),
-        size=(8, 8),
+        Preprocess((8, 8)),
         cache_dir=tmp_path,
         max_unreadable_fraction=0.5,
         progress=False,

@@ -124,8 +124,7 @@ def audit(
     bundle = replace(bundle, preprocess=preprocess)
     images = decode_dataset(
         listed,
-        size=preprocess.resize_size,
-        preprocess=preprocess,
+        preprocess,
         # the audit lists them
         max_unreadable_fraction=1,
     )

@@ -44,18 +44,9 @@ def read_photo(path):
 def resize(photo):
     """Return the pixels [H, W, 3] that the model sees, as `vit` resizes and cuts them."""
     height, width = preprocess["image_size"]
-    mode = preprocess.get("resize_mode", "crop")
     resample = Image.Resampling[preprocess["interpolation"].upper()]
-    if mode == "stretch":
+    if preprocess.get("resize_mode") == "stretch":
         return np.asarray(photo.resize((width, height), resample))
-    if mode == "pad":
-        pixel = max(photo.width / width, photo.height / height)
-        inside = [max(round(side / pixel), 1) for side in photo.size]
-        ground = tuple(round(255 * min(max(each, 0), 1)) for each in preprocess["mean"])
-        padded = Image.new("RGB", (width, height), ground)
-        corner = (width - inside[0]) // 2, (height - inside[1]) // 2
-        padded.paste(photo.resize(inside, resample), corner)
-        return np.asarray(padded)
     # all of the photo but what exceeds the aspect, then the centre
     whole = [round(side / preprocess["crop_pct"]) for side in (width, height)]
     left, top = (whole[0] - width) // 2, (whole[1] - height) // 2
