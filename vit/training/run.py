@@ -44,8 +44,8 @@ from vit.training.tokens import keep_tokens
 from vit.training.train_step import TrainStep
 from vit.training.trainer import Trainer
 
-# Images of each size in a run on a GPU from which compiling its blocks is worth a minute: 1.6e16 FLOPs
-# of a ViT-S/16 at 224 px.
+# Images of each size in a run on a GPU from which compiling its blocks is worth a minute: 1.6e16
+# FLOPs of a ViT-S/16 at 224 px.
 _WORTHWHILE_IMAGES = 600_000
 # Forms of a block that are compiled: each image size and rate of dropped patches is one. Beyond
 # torch's limit of 8 the rest would not be, without a word.

@@ -1,5 +1,5 @@
-"""One training step: the parts of a batch are differentiated, their gradients are added in the order
-of the batch, and weights and their average are updated once."""
+"""One training step: the parts of a batch are differentiated, their gradients are added in the
+order of the batch, and weights and their average are updated once."""
 
 import copy
 import warnings
@@ -22,8 +22,8 @@ from vit.runtime.threads import BatchThreads
 from vit.training.losses import StepLoss
 
 # float16 has no numbers between 0 and 6e-8, where many gradients lie. The loss is multiplied by a
-# factor before it is differentiated, which is halved after a gradient that is not finite and doubled
-# after a number of steps (Micikevicius et al. 2018, arXiv 1710.03740, section 3.2).
+# factor before it is differentiated, which is halved after a gradient that is not finite and
+# doubled after a number of steps (Micikevicius et al. 2018, arXiv 1710.03740, section 3.2).
 _FIRST_SCALE = 2.0**16
 _STEPS_TO_DOUBLE = 2000
 # Steps of each kind before one is captured: they compile, choose kernels, make the optimizer's

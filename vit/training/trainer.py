@@ -85,9 +85,9 @@ class Trainer:
     def train(self) -> Progress:
         """Train to the end of the plan, or until an observer asks to stop.
 
-        Raises TrainingInterrupted after SIGINT or SIGTERM, when the state is saved; OSError if a file
-        can't be written; RuntimeError if a data-loading worker was killed; ValueError if a loss or
-        gradient is not finite.
+        Raises TrainingInterrupted after SIGINT or SIGTERM, when the state is saved; OSError if a
+        file can't be written; RuntimeError if a data-loading worker was killed; ValueError if a
+        loss or gradient is not finite.
         """
         progress = self.progress
         self._started_at = time.perf_counter() - progress.elapsed_seconds
@@ -200,9 +200,9 @@ class Trainer:
 
     def _fit_length(self) -> None:
         """Fit the length of the run to its time at its speed so far, ten times a run and at most to
-        the full plan, and save it at once, so that a resumed run goes on with it. A plan that is much
-        too long has no tenth within its time: powers of two are due, too, once a tenth of the time
-        has passed."""
+        the full plan, and save it at once, so that a resumed run goes on with it. A plan that is
+        much too long has no tenth within its time: powers of two are due, too, once a tenth of the
+        time has passed."""
         full_steps = self._full_plan.total_steps
         step = self.progress.step
         started_at, start_step = self._speed_start
