@@ -121,7 +121,6 @@ def build_run(
     data = build_data(
         config, splits, device=device, pretrained=pretrained, has_transform=transform is not None
     )
-    checkpoints = CheckpointStore(directory / "checkpoints")
     probe = None
     uncut_model = None
     if uses_probe(config) and isinstance(model, VisionTransformer):
@@ -167,7 +166,7 @@ def build_run(
         plan=plan,
         train_batches=batches,
         data=data,
-        checkpoints=checkpoints,
+        checkpoints=CheckpointStore(directory / "checkpoints"),
         write_model=partial(
             write_bundle,
             directory=directory,
