@@ -116,8 +116,9 @@ def find_methods(
     known = list(METHODS) if reader is None else list_methods(reader)
     for name in names:
         if reader is not None and name in METHODS and name not in known:
-            has = f"{type(reader.model).__name__} has {', '.join(known)} instead"
-            raise ValueError(f"no {name}: {reader.found.refusal or 'its attention is read'}; {has}")
+            reason = f" ({reader.found.refusal})" if reader.found.refusal else ""
+            model, has = type(reader.model).__name__, ", ".join(known)
+            raise ValueError(f"{name} is no method for {model}{reason}, which has {has}")
         check_choice(name, known, name="method")
     methods = [METHODS[name] for name in names]
     declared = [option for method in methods for option in method.options]
