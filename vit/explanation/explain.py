@@ -129,7 +129,7 @@ def explain(
             if "html" in kinds:
                 cards += map(describe_card, batch[: MAX_IMAGES - len(cards)])
         for image in batch:
-            # those of all images may not fit into memory
+            # pictures of all images may not fit into memory
             image.attention = None
             if len(found.images) >= MAX_SHEET_IMAGES:
                 image.photo = None

@@ -22,7 +22,7 @@ from vit.explanation.methods.registry import METHODS, Method, find_methods
 from vit.explanation.targets import CLASS, Classes, Target
 from vit.runtime.tensors import Images, Logits
 
-# of the patches, for one class of each image, or for each class asked for
+# P patches, for one class of each image, or for each class asked for
 Relevance = Float[Tensor, "B _ P"]
 
 

@@ -25,7 +25,7 @@ _TILE_INCHES = 2.3  # width of a picture
 _CHARACTERS = 47  # in a line of this width
 _TEXT_INCHES = 1.0  # height of the text below it
 _MAX_TILES_ACROSS = 6
-_DPI = {"png": 100, "svg": 220, "pdf": 220}  # of pictures in a file
+_PICTURE_DPI = {"png": 100, "svg": 220, "pdf": 220}
 _SETTINGS: Any = {
     "font.size": _FONT_POINTS,
     # text stays text in the file; the salt makes its ids the same each time
@@ -78,7 +78,7 @@ def _save(rows: Sequence[Sequence[Tile]], file: Path | BinaryIO, *, kind: str) -
     with rc_context(_SETTINGS), warnings.catch_warnings():
         # a name may have characters that the font lacks
         warnings.filterwarnings("ignore", "Glyph")
-        figure = Figure(figsize=size, dpi=_DPI[kind], layout="constrained")
+        figure = Figure(figsize=size, dpi=_PICTURE_DPI[kind], layout="constrained")
         grid = figure.subplots(num_lines, across * tiles, squeeze=False)
         for axes in grid.flat:
             axes.set_axis_off()
