@@ -79,9 +79,11 @@ def choose_config(
     chosen["data.validation_fraction"] = Config().data.validation_fraction
     chosen["train.class_balance"] = "auto"
     reasons = {}
+    # The user's own values are checked before anything is computed with them.
+    training = {key: value for key, value in given.items() if key.startswith("train.")}
     if given.get("model.init"):
         name, reason = "folder/finetune", "that of the weights"
-        recipe = load_config(find_recipe(name))
+        recipe = load_config(find_recipe(name), training)
         # Computing the features of many images would take all minutes of a CPU.
         affordable = int(_PROBED_IMAGES_A_MINUTE * minutes)
         if device == "cpu" and affordable < 0.75 * num_images:
@@ -97,7 +99,7 @@ def choose_config(
             )
     else:
         name, largest, reason = choose_recipe(num_images, side, is_grey, device, minutes)
-        recipe = load_config(find_recipe(name))
+        recipe = load_config(find_recipe(name), training)
         chosen |= _fit_images(recipe, given, num_images, min(side, largest), device)
         if name == "imagenette/cpu" and num_images < 2 * _ENOUGH_PHOTOS:
             chosen["model.drop_path_rate"] = 0.1  # the recipe has more images
@@ -159,8 +161,9 @@ def _fit_images(recipe: Config, given: Values, num_images: int, side: int, devic
     if device == "cuda":
         batch_size *= 4
     # About 80 epochs for 600 images: more overfits. Recipes are for more images.
-    epochs = round(min(80 * (600 / num_images) ** 0.5, 150))
-    epochs = given.get("train.epochs") or max(epochs, 2 * recipe.train.epochs)
+    epochs = recipe.train.epochs
+    if "train.epochs" not in given:
+        epochs = max(round(min(80 * (600 / num_images) ** 0.5, 150)), 2 * epochs)
     # About as many patches as in the recipe, of a power of two, in an image of whole patches.
     size = given.get("data.image_size") or side
     shorter = min(as_pair(size, name="data.image_size"))
@@ -187,14 +190,13 @@ def _fit_weights(recipe: Config, given: Values, num_images: int, num_validation:
     """Fit batch and length to images on which pretrained weights are trained further."""
     # about ten steps an epoch, also with few images
     near_a_tenth = 2 ** round(math.log2(max(num_images, 1) / 10))
-    epochs = given.get("train.epochs") or recipe.train.epochs
     num_evaluations = max(num_validation // _IMAGES_AN_EVALUATION, 1)
     fitted = {
         # The weights have a size and a crop of their own.
         "data.image_size": None,
         "data.crop_pct": None,
         "train.batch_size": min(max(near_a_tenth, 8), recipe.train.batch_size),
-        "train.evaluate_every_epochs": math.ceil(epochs / num_evaluations),
+        "train.evaluate_every_epochs": math.ceil(recipe.train.epochs / num_evaluations),
     }
     if isinstance(given.get("model.freeze"), int):
         # The tokens of frozen blocks are computed once. Dropping random patches takes the place of
