@@ -19,7 +19,6 @@ EXTRAS = {
     "analysis/audit": ["audit"],
     "data/depth.py": ["dicom"],
     "data/images.py": ["heic"],
-    "data/inputs.py": ["datasets"],
     "data/sources/huggingface.py": ["datasets"],
     "data/sources/shards.py": ["remote"],
     "deploy/many_machines.py": ["ray"],

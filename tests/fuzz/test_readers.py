@@ -23,9 +23,9 @@ from vit.data.cache import decode_dataset
 from vit.data.corrections import read_corrections
 from vit.data.dataset import ImageRule
 from vit.data.images import read_image
-from vit.data.inputs import list_inputs
 from vit.data.open import open_dataset, require_kind
 from vit.data.preprocess import Preprocess
+from vit.data.sources.tables import list_inputs
 
 # every kind of place is read whatever characters are in its path
 NAMES = ["photos #2", "a:b", "it's", 'a "b"', "a[1] {x}", "100 %", "a,b; c|d", "größe"]

@@ -9,8 +9,8 @@ import pytest
 from PIL import Image
 
 from vit.data.images import list_images, read_image
-from vit.data.inputs import list_inputs
 from vit.data.open import open_dataset
+from vit.data.sources.tables import list_inputs
 from vit.prediction.image_predictor import _open_image
 
 _COUNT = 5

@@ -111,7 +111,7 @@ def check_images(models: Sequence[str], paths: Sequence[str]) -> None:
     """Raise the error of a model that isn't one; of the first path if none of them can hold images;
     and of a folder without images that is named alone."""
     # yaml, which `vit --help` does without
-    from vit.data.inputs import list_inputs
+    from vit.data.sources.tables import list_inputs
 
     for model in models:
         find_model(model)

@@ -8,7 +8,7 @@ import numpy as np
 
 from vit.bundle import ModelLike, Models, keeps_mode, open_model
 from vit.data.images import ImageInputs
-from vit.data.inputs import list_inputs
+from vit.data.sources.tables import list_inputs
 from vit.model.logits import count_features
 from vit.prediction.image_predictor import Predictor, decode_batches
 from vit.prediction.predictor import BatchPredictor, Pixels, read_from

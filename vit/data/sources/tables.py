@@ -1,4 +1,4 @@
-"""CSV tables of image files and their classes.
+"""CSV tables of image files, with or without their classes.
 
 A table is read as it is written. A column with another name than the known ones is named by the
 user, and an image is found by its path, its file name, or its name without the suffix.
@@ -8,13 +8,15 @@ import csv
 import io
 import os
 import posixpath
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain, compress
 from pathlib import Path
 
+from PIL import Image
+
 from vit.data.dataset import ImageRule
-from vit.data.images import is_image_name
+from vit.data.images import ImageInputs, is_image_name, iterate_images, list_images
 from vit.data.sources.base import (
     SPLIT_OF,
     FileReader,
@@ -23,6 +25,7 @@ from vit.data.sources.base import (
     list_below,
 )
 from vit.runtime.arguments import check_choice, shorten
+from vit.runtime.files import expand_home
 
 _SUFFIXES = (".csv", ".tsv", ".txt")
 # files that are the table of their folder, whatever else is there
@@ -217,10 +220,30 @@ def _read_label(row: Row, columns: Sequence[str], *, several: bool) -> str | tup
     return value
 
 
-def list_table_images(path: Path) -> Iterator[str]:
+def list_inputs(images: ImageInputs) -> Iterator[tuple[str, str | Image.Image]]:
+    """Yield the name of each of the `images` of `vit.predict`, and its path or the upright image, as
+    they are needed. Raises ValueError or OSError for a single folder without images, or a table."""
+    is_list = isinstance(images, Iterable) and not hasattr(images, "__array__")
+    several: Iterable[ImageInputs] = [images]
+    if is_list and not isinstance(images, str | Path | Image.Image | Mapping):
+        several = iterate_images(images)
+    number = 0
+    for image in several:
+        if not isinstance(image, str | Path):
+            listed = list_images(image)
+        elif is_table(expand_home(image)):
+            listed = _list_rows(expand_home(image))
+        else:
+            # in a list, reading a folder says why it has no images
+            listed = list_images(image if image is images else [image])
+        for each in listed:
+            yield (each if isinstance(each, str) else f"image {number}"), each
+            number += 1
+
+
+def _list_rows(path: Path) -> Iterator[str | Image.Image]:
     """Yield the image file that each row of a table names, whether it has labels or not; what is
-    written where there is no such file. Raises ValueError if it is no table, or no column names
-    images."""
+    written where there is no such file."""
     rows, _ = read_table(path)
     columns = [name for name in next(iter(rows.values())) if name.lower() in _PATHS]
     if not columns:
