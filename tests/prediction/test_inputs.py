@@ -1,6 +1,5 @@
 """Prediction reads what training reads, with or without labels: the same pixels from every form."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -48,20 +47,16 @@ def read(images: Any) -> list[tuple[str, int | None]]:
 def write_table(photos: Path, suffix: str, labels: str) -> Path:
     rows = [(f"{number}.png", "cat") for number in (*range(_COUNT), 9)]
     path = photos / f"table{suffix}"
-    if suffix == ".jsonl":
-        lines = [{"file_name": name, **({labels: label} if labels else {})} for name, label in rows]
-        path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    else:
-        sign = ";" if suffix == ".csv" else "\t"
-        lines = [("image", labels), *rows]  # type: ignore[list-item]
-        path.write_text("".join(f"{sign.join(row[: 1 + bool(labels)])}\n" for row in lines))
+    sign = ";" if suffix == ".csv" else "\t"
+    lines = [("image", labels), *rows]
+    path.write_text("".join(f"{sign.join(row[: 1 + bool(labels)])}\n" for row in lines))
     return path
 
 
 EXPECTED = [0, 1, None, 3, 4]
 
 
-@pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".tsv"])
+@pytest.mark.parametrize("suffix", [".csv", ".tsv"])
 @pytest.mark.parametrize("labels", ["label", ""])
 def test_tables_with_and_without_labels(photos: Path, suffix: str, labels: str) -> None:
     table = write_table(photos, suffix, labels)

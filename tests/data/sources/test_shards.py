@@ -114,7 +114,7 @@ def test_shards_at_addresses_are_copied_once(tmp_path: Path) -> None:
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_SilentHandler, directory=tmp_path))
     Thread(target=server.serve_forever, daemon=True).start()
     address = f"http://127.0.0.1:{server.server_port}/s-{{0..1}}.tar?token=secret"
-    options = {"root": address, "cache_dir": tmp_path / "cache"}
+    options = {"root": address}
     try:
         source = open_dataset("webdataset", **options).split("all")
         with pytest.raises(OSError, match="can't be read") as error:
