@@ -179,18 +179,3 @@ def test_a_mistake_is_one_sentence(
     with pytest.raises(ValueError, match=sentence) as error:
         call(run, arrays, tmp_path / "run")
     assert len(str(error.value).splitlines()) == 1
-
-
-class Failing(vit.Observer):
-    def on_step(self, metrics: Any) -> None:
-        raise KeyError("missing")
-
-
-def test_a_callbacks_exception_is_shown_with_its_traceback(
-    arrays: Arrays, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    vit.train(CONFIG, output=tmp_path / "run", dataset=arrays, callbacks=[Failing()])
-    text = capsys.readouterr().err
-    assert text.count("Traceback (most recent call last)") == 1
-    assert 'raise KeyError("missing")' in text
-    assert "Failing failed ('missing'); training goes on without it" in text
