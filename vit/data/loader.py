@@ -56,7 +56,7 @@ class TrainLoader:
     dataset: ImageDataset = field(kw_only=False)
     # images in a step, over all processes, of which each takes a contiguous part
     batch_size: int
-    # of the order and of the augmentation
+    # seed of the order and of the augmentation
     seed: int
     device: torch.device
     preprocess: Preprocess
@@ -64,7 +64,7 @@ class TrainLoader:
     augmentation: Augmentation = field(default_factory=Augmentation)
     # decoded pixels are copied to the device at once, instead of those of each batch
     is_resident: bool = True
-    # the user's, of each full-size image, before all augmentation
+    # the user's function of each full-size image, before all augmentation
     transform: Transform | None = None
     # processes that decode; None is `count_workers`, 0 decodes in this process
     workers: int | None = None
@@ -188,7 +188,7 @@ class TokenLoader(TrainLoader):
     """Shuffled batches of tokens that a model's frozen blocks made of the images, or of their
     mirror images for samples that are flipped."""
 
-    # of each image and, unless the flip is "none", of its mirror image
+    # tokens of each image and, unless the flip is "none", of its mirror image
     tokens: Float[Tensor, "n V N D"]
 
     def __post_init__(self) -> None:
