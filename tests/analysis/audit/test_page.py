@@ -90,14 +90,13 @@ def test_accepted_suspects_are_saved(page: Any, result: Any) -> None:
         for key in keys:
             page.find_element("tag name", "body").send_keys(key)
 
-    def read_progress() -> tuple[str, float]:
-        bar = page.find_element("id", "progress")
-        return page.find_element("id", "status").text, bar.get_property("position")
+    def read_progress() -> str:
+        return page.find_element("id", "status").text
 
-    assert read_progress() == ("0 of 3 decided, 0 accepted", 0)
+    assert read_progress() == "0 of 3 decided, 0 accepted"
     # the second is rejected, and left undecided after all
     press("j", "a", "r", "k", "u", "a")
-    after_keys = ("2 of 3 decided, 2 accepted", pytest.approx(2 / 3))
+    after_keys = "2 of 3 decided, 2 accepted"
     assert read_progress() == after_keys
     # Chromium's processes exchange what a page stores a moment later
     time.sleep(1)
@@ -121,7 +120,7 @@ def test_accepted_suspects_are_saved(page: Any, result: Any) -> None:
 
     # by pointer, in a card that isn't the current one
     page.find_elements("css selector", "button[data-choice=rejected]")[2].click()
-    assert read_progress()[0] == "2 of 3 decided, 1 accepted"
+    assert read_progress() == "2 of 3 decided, 1 accepted"
 
 
 @pytest.mark.browser
