@@ -1,5 +1,6 @@
 """The results of explaining: a map, an image, and all images."""
 
+import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -128,6 +129,13 @@ class Explanations:
     methods: Sequence[str]
     images: list[ImageResult] = field(repr=False)
     unreadable: list[tuple[str, str]]
+
+    def _repr_jpeg_(self) -> bytes:
+        """Return the contact sheet, which notebooks show and keep: JPEG is an eighth of the
+        size."""
+        file = io.BytesIO()
+        self.draw_sheet().save(file, "JPEG", quality=75)
+        return file.getvalue()
 
     def draw_sheet(self) -> Image.Image:
         """Draw the first images with their maps."""

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -100,7 +101,7 @@ def _open_training_images(bundle: Bundle) -> ImageDataset | None:
         if bundle.training_hashes is None:
             return open_for_model(None, recorded=recorded).split("train")
         # splits and class names don't matter, because the model file names the training images
-        labels = {key: recorded.get(key) for key in (*LABEL_FIELDS, "task")}
-        rule = replace(ImageRule(), **labels)
+        labels: dict[str, Any] = {key: recorded.get(key) for key in (*LABEL_FIELDS, "task")}
+        rule = ImageRule(**labels)
         return open_dataset(name, root=root, download=False, rule=rule).split("all")
     return None

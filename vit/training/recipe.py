@@ -43,7 +43,7 @@ def find_recipe(name: str | Path) -> Path:
         if not path.exists():
             hint = suggest(name) or suggest(name, known) + hint
         raise FileNotFoundError(
-            f"{name} is no configuration (.yaml), table or folder of images{hint}"
+            f"{name} is no configuration (.yaml), table (.csv) or folder of images{hint}"
         )
     return recipe
 

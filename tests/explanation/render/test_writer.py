@@ -1,5 +1,6 @@
 """Exports are exact, repeatable and survive bad images."""
 
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -167,3 +168,10 @@ def test_two_classes_of_one_file_name_have_maps_of_their_own(
     with np.load(tmp_path / "out" / "maps.npz") as arrays:
         assert len({key.casefold() for key in arrays}) == 5
     assert len(list((tmp_path / "out").glob("*.gae.*.png"))) == 5
+
+
+def test_a_notebook_shows_the_pictures_of_a_result(bundle: Bundle, readable: list[str]) -> None:
+    explanations = explain(bundle, readable)
+    with Image.open(io.BytesIO(explanations._repr_jpeg_())) as picture:
+        difference = np.subtract(picture, explanations.draw_sheet(), dtype=np.int16)
+    assert np.abs(difference).mean() < 3  # of 255: it is compressed

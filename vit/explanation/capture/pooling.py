@@ -28,13 +28,15 @@ def measure_pool_weights(
     """Measure how much each of the tokens of `capture_last_tokens` counts, and find those that are
     pooled. They are in the graph of the logits. Raise ValueError if the logits don't depend on them,
     or if tokens are mixed after the last block."""
-    generator = torch.Generator().manual_seed(0)
-    # a plain sum may be constant, if the weights of the classes cancel
-    signs = torch.randint(2, logits.shape[1:], generator=generator) * 2 - 1
-    score = (logits * signs.to(logits)).sum()
-    gradients = torch.autograd.grad(score, last_tokens, retain_graph=True, allow_unused=True)
     found = reader.found
-    # found once, so that no later pass waits for numbers of its device
+    # both are found once, so that no later pass copies numbers to or from its device
+    if found.signs is None:
+        generator = torch.Generator().manual_seed(0)
+        # a plain sum may be constant, if the weights of the classes cancel
+        signs = torch.randint(2, logits.shape[1:], generator=generator) * 2 - 1
+        found.signs = signs.to(logits)
+    score = (logits * found.signs).sum()
+    gradients = torch.autograd.grad(score, last_tokens, retain_graph=True, allow_unused=True)
     if found.pooled is None:
         found.pooled = _find_pooled(last_tokens, gradients)
     gradient = gradients[found.pooled]

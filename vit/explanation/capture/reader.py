@@ -37,6 +37,7 @@ class _Findings:
     attention: Discovered | None = None
     refusal: str = ""  # why maps of its attention are refused
     drops_tokens: bool | None = None
+    signs: Tensor | None = None  # mixture of the logits that measures the pooling, 1 or -1
     # which of the tokens that leave the last block and the modules after it are pooled
     pooled: int | None = None
     first_averaged: int | None = None  # first token of a mean that is pooled; -1 without a mean

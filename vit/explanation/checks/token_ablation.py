@@ -7,7 +7,7 @@ for models that need all of their tokens.
 """
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -17,8 +17,9 @@ from torch.nn import functional as F
 from vit.explanation.capture.reader import ModelReader, read_model
 from vit.explanation.capture.tokens import Grid
 from vit.model.logits import compute_logits
+from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.device import Precision, autocast
-from vit.runtime.tensors import Images
+from vit.runtime.tensors import Images, Tokens
 
 # drop tokens if the model allows it, otherwise paint; or always paint
 Fill = Literal["auto", "mean"]
@@ -68,8 +69,7 @@ def build_removal(
             num_prefix_tokens = image_tokens.shape[1] - num_patches
             patches = image_tokens[rows[:, None], num_prefix_tokens + kept]
             tokens = torch.cat([image_tokens[rows, :num_prefix_tokens], patches], dim=1)
-            with reader.change_tokens(lambda embedded_again: tokens):
-                return compute_logits(reader.model, images[rows])
+            return _classify_tokens(reader, tokens, images[rows])
         # the others show the mean colour
         mask = torch.zeros(len(rows), num_patches, device=images.device).scatter_(1, kept, 1.0)
         mask = F.interpolate(mask.reshape(-1, 1, *grid), size=images.shape[-2:], mode="nearest")
@@ -89,3 +89,16 @@ def build_removal(
             return torch.cat([compute_rows(*part) for part in parts])
 
     return compute_kept
+
+
+def _classify_tokens(reader: ModelReader, tokens: Tokens, images: Images) -> Float[Tensor, "r C"]:
+    """Compute logits from the tokens before the first block."""
+    if not reader.is_ours:
+        with reader.change_tokens(lambda embedded_again: tokens):
+            return compute_logits(reader.model, images)
+    # a convolutional stem may cost as much as the blocks, so it doesn't run again
+    ours = cast("VisionTransformer", reader.model)
+    for block in ours.blocks:
+        tokens = block(tokens)
+    with torch.autocast(images.device.type, enabled=False):
+        return ours.forward_head(ours.norm(tokens).float())

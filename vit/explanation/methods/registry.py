@@ -35,6 +35,9 @@ class Method:
         libra: True if gradients follow the rules of LibraGrad.
         parts: Names of methods. The map is the mean of theirs, each divided by
             its standard deviation over the patches.
+
+    Example:
+        >>> vit.register_method(vit.Method(name="last", compute=last_layer))
     """
 
     name: str
