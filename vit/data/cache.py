@@ -94,7 +94,7 @@ def decode_dataset(
                 building = cache_dir / f"{name}.{secrets.token_hex(4)}.building"
                 building.mkdir()
                 try:
-                    _build(together, contents, stored, building, workers, progress)
+                    _build(together, contents, stored, building, workers=workers, progress=progress)
                     rename_durably(building, cache_dir / f"{name}.decoded")
                 except OSError:
                     # unless that process was faster
@@ -163,6 +163,7 @@ def _build(
     digests: np.ndarray,
     preprocess: Preprocess,
     folder: Path,
+    *,
     workers: int | None,
     progress: bool,
 ) -> None:
