@@ -141,6 +141,7 @@ def test_results_have_a_place(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     options = ["train.epochs=1", "train.batch_size=32", "data.image_size=8", "train.device=cpu"]
+    options += ["model.depth=1", "model.embed_dim=48"]
     first = cli.succeed("train", empty_yaml, *options)
     run = Path("runs") / f"{empty_yaml.stem}-1"
     assert f"output {run}" in " ".join(first.err.split())
