@@ -99,6 +99,7 @@ def build_tiff(
     ("values", "value_range"),
     [
         ((RAMP.astype(np.int16) - 1024), (-1024, 3071)),
+        ((RAMP.astype(np.uint32) * 2**20), (0, 4095 * 2**20)),
         ((RAMP / 4095 * 30 + 280).astype(np.float32), (280, 310)),
     ],
 )

@@ -82,9 +82,9 @@ def test_a_class_of_copies_alone_is_split_all_the_same() -> None:
     labels = np.array([0, 0, 0, 0, 1, 1, 1, 1])
     # of class 0 all are one image, of class 1 the first two
     hashes = np.array([[7, 7, 7, 7, 1, 1, 2, 3], [0] * 8], dtype=np.uint64)
-    groups, num_copies = join_duplicates(ids, labels, hashes, num_splits=3)
+    groups, num_copies, num_alike = join_duplicates(ids, labels, hashes, num_splits=3)
     assert groups == ("0.png", "1.png", "2.png", "3.png", "4.png", "4.png", "6.png", "7.png")
-    assert num_copies == 2
+    assert (num_copies, num_alike) == (2, 4)
 
 
 def save_textures(root: Path, *, num_good: int, num_defect: int) -> None:
@@ -130,7 +130,7 @@ def test_near_copies_form_no_chain() -> None:
             dhash ^= 1 << (5 * number + bit)
     ids = [f"{number}.png" for number in range(12)]
     digests = np.array(hashes, np.uint64)
-    groups, _ = join_duplicates(ids, np.zeros(12, int), digests, num_splits=2)
+    groups, *_ = join_duplicates(ids, np.zeros(12, int), digests, num_splits=2)
     members = {group: [] for group in groups}
     for group, value in zip(groups, hashes[1], strict=True):
         members[group].append(value)

@@ -87,7 +87,7 @@ def test_several_labels_an_image() -> None:
         ((PIXELS, NAMES), "multilabel", "for several labels"),
         # marks, or numbers of classes?
         ((PIXELS, np.eye(3, dtype=int)[NUMBERS]), None, "for several labels lists of their names"),
-        ([("a.png", "red")], None, r"item 0 of dataset is <U5 \[\], not pixels"),
+        ([("a.png", "red")], None, "item 0 of dataset is a str, not an image"),
         (iter([]), None, "pass list"),
     ],
 )

@@ -21,11 +21,11 @@ COMMANDS = [
     ),
     (
         ["train", "arbeit.pdf"],
-        "arbeit.pdf is no configuration (.yaml), table or folder of images",
+        "arbeit.pdf is no configuration (.yaml), table (.csv) or folder of images",
     ),
     (["train", "liste.xlsx"], "liste.xlsx is a spreadsheet; save the table as CSV"),
-    (["train", "bilder.h5"], "bilder.h5 is no configuration (.yaml), table or folder of images"),
-    (["train", "zebra.jpg"], "zebra.jpg is no configuration (.yaml), table or folder of images"),
+    (["train", "bilder.h5"], "bilder.h5 is no configuration (.yaml), table (.csv) or folder of images"),
+    (["train", "zebra.jpg"], "zebra.jpg is no configuration (.yaml), table (.csv) or folder of images"),
     (["train", "aussen"], "name the folder that holds the folders of classes"),
     (["train", "eine"], "fewer than two classes: 'Fisch'"),
     (
@@ -138,7 +138,7 @@ def test_ten_unreadable_files_are_named_and_nothing_is_left(
         (tmp_path / "packed" / name).mkdir(parents=True)
         (tmp_path / "packed" / name / "photos.zip").touch()
     line = cli.fail("train", tmp_path / "packed", "--output", tmp_path / "run")
-    assert "cat holds no images, only .zip 1; remove it" in line
+    assert "cat holds no images; files not used: 1 (.zip); remove it" in line
     assert not (tmp_path / "run").exists()
 
 

@@ -240,7 +240,7 @@ def test_several_labels_are_read_where_the_user_says_so(
         ),
         (["a/0.png"], "names fewer than two classes: 'a'"),
         (["0.png", "1.png"], "find the class in their names with --label-by"),
-        (["a/0.png", "b/0.txt"], "b holds no images; 1 files are not used (.txt); remove it"),
+        (["a/0.png", "b/0.txt"], "b holds no images; files not used: 1 (.txt); remove it"),
         (
             ["train/a/0.png", "train/b/0.png", "test/c/0.png"],
             "class 'c' has 1 images in the test split and none",
@@ -263,7 +263,7 @@ def test_what_is_not_read_of_a_folder_is_said(tmp_path: Path) -> None:
     write(tmp_path / "train/a/notes.txt", "x")
     notes = list_notes(tmp_path)
     assert "they are not used, and test images are taken from the others" in notes
-    assert "3 files are not used (.png, .txt)" in notes
+    assert "files not used: 3 (.png, .txt)" in notes
     assert len(read(tmp_path)) == 8
 
 
@@ -297,7 +297,7 @@ def test_folders_of_systems_are_left_out(tmp_path: Path) -> None:
     save(tmp_path / "cat/.hidden.png")
     write(tmp_path / "dog/notes.txt", "woof")
     assert read(tmp_path) == dict.fromkeys(grid("cat"), "cat") | dict.fromkeys(grid("dog"), "dog")
-    assert "2 files are not used (.png, .txt)" in list_notes(tmp_path)
+    assert "files not used: 2 (.png, .txt)" in list_notes(tmp_path)
 
 
 def test_a_split_of_fewer_classes_is_matched_by_name(tmp_path: Path) -> None:

@@ -162,7 +162,7 @@ def test_init_fine_tunes_at_the_models_own_size(
 def test_what_is_no_recipe_and_no_images_is_told_both(cli: Launcher, tmp_path: Path) -> None:
     message = cli.fail("train", "photographs", "-o", tmp_path / "run")
     assert "packaged recipes: cifar10/cpu" in message
-    assert "no configuration (.yaml), table or folder of images" in message
+    assert "no configuration (.yaml), table (.csv) or folder of images" in message
     assert "--minutes is for" in cli.fail(
         "train", "digits", "--minutes", "3", "-o", tmp_path / "run"
     )

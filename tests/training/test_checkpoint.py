@@ -9,8 +9,8 @@ import torch
 from vit.training.checkpoint import CheckpointStore, serialize_state
 
 
-def save(store: CheckpointStore, step: int) -> Path:
-    return store.save(serialize_state({"value": torch.tensor(step)}), step=step)
+def save(store: CheckpointStore, step: int, *, best: int = 0) -> Path:
+    return store.save(serialize_state({"value": torch.tensor(step)}), step=step, best_step=best)
 
 
 def load(store: CheckpointStore) -> int | None:
@@ -22,11 +22,11 @@ def steps(store: CheckpointStore) -> list[int]:
     return sorted(int(path.name.split("-")[1]) for path in store.directory.glob("step-*"))
 
 
-def test_the_last_two_stay(tmp_path: Path) -> None:
+def test_the_last_two_and_the_best_stay(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     for step in range(1, 11):
-        save(store, step)
-    assert steps(store) == [9, 10]
+        save(store, step, best=3)
+    assert steps(store) == [3, 9, 10]
 
 
 @pytest.mark.parametrize("fault", ["truncate", "flip", "empty"])

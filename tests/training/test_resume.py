@@ -107,3 +107,18 @@ def test_a_kill_between_an_epochs_metrics_and_its_checkpoint_logs_them_once(
     assert resumed.trainer.progress.epoch == 1
     resumed.trainer.train()
     assert_equal_runs(tmp_path / "whole", tmp_path / "broken")
+
+
+def test_the_model_file_is_written_again_from_the_best_checkpoint(
+    make_run: MakeRun,
+    whole: tuple[Path, dict[str, torch.Tensor]],
+    tmp_path: Path,
+    overrides: list[str],
+) -> None:
+    run_until(make_run(tmp_path / "run", *overrides), 14)
+    (tmp_path / "run" / "model.safetensors").unlink()
+    resumed = make_run(tmp_path / "run", *overrides)
+    resumed.trainer.resume()
+    assert load_bundle(tmp_path / "run").model.state_dict()
+    resumed.trainer.train()
+    assert_equal_runs(whole[0], tmp_path / "run")

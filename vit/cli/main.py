@@ -20,9 +20,8 @@ from vit.runtime.drive import DriveError
 
 # Typer has a private copy of Click, and exports only this subclass of its UsageError.
 _USAGE_ERROR: Any = typer.BadParameter.__base__
-# torch's messages about too little memory, which are RuntimeErrors; the last one is of a worker that
-# the system killed
-_OUT_OF_MEMORY = "OutOfMemory|allocate memory|not enough memory|DataLoader worker"
+# torch's messages about too little memory, which are RuntimeErrors
+_OUT_OF_MEMORY = "OutOfMemory|allocate memory|not enough memory"
 
 app = typer.Typer(
     name="vit",
@@ -121,6 +120,11 @@ def _report(error: Exception) -> int:
         text = f"{error.strerror}: {error.filename}".removesuffix(": None")
     elif isinstance(error, ValueError | OSError | DriveError):
         pass
+    elif isinstance(error, EOFError) or "DataLoader worker" in text:
+        text = (
+            f"a data-loading worker was killed ({first_line(error)}; out of memory, or a full"
+            " /dev/shm?); continue with --resume and fewer data.workers"
+        )
     elif isinstance(error, MemoryError) or re.search(_OUT_OF_MEMORY, repr(error)):
         hint = "try a smaller batch size, image size or model, or fewer data.workers"
         text = f"not enough memory ({first_line(error)}); {hint}"

@@ -131,10 +131,13 @@ def _find(cache_dir: Path, name: str, digests: np.ndarray) -> dict[str, np.ndarr
     """Open a folder that has all images of the digests: the arrays of its index, its `pixels`, and
     the `rows` of these images. None if there is none."""
     for folder in cache_dir.glob(f"{name}*.decoded"):
-        index = open_cached(folder, partial(read_arrays, folder / "index.npz"))
         # copy-on-write: torch can use the memory, and the file can't be changed through it
         load = partial(np.load, folder / "images.npy", mmap_mode="c")
-        pixels = open_cached(folder, load)
+        try:
+            index = open_cached(folder, partial(read_arrays, folder / "index.npz"))
+            pixels = open_cached(folder, load)
+        except PermissionError:  # another user's
+            continue
         if index is None or pixels is None:
             shutil.rmtree(folder, ignore_errors=True)
             continue

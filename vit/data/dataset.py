@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
+from vit.data.images import UNREADABLE
 from vit.data.label_sets import count_labels, number_label_sets
 from vit.data.sources.base import ImageReader, Root
 from vit.runtime.arguments import check_choice, shorten
@@ -180,7 +181,10 @@ def check_unreadable(unreadable: Sequence[tuple[str, str]], count: int, fraction
     """Raise ValueError if more than a fraction of `count` images can't be read, or none can, from
     their ids and reasons."""
     if len(unreadable) > fraction * count or len(unreadable) == count:
-        named = "; ".join(f"{name}: {reason}" for name, reason in unreadable[:10])
+        named = "; ".join(
+            f"{name}: {reason.partition(UNREADABLE)[2] or reason}"
+            for name, reason in unreadable[:10]
+        )
         raise ValueError(
             f"{len(unreadable)} of {count} images can't be read, more than the allowed fraction of"
             f" {fraction}: {named}"

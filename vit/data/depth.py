@@ -75,6 +75,10 @@ def read_deep(image: Any) -> DeepImage:
         # from blue, green, red
         return DeepImage(np.ascontiguousarray(colours[..., ::-1]))
     values = np.asarray(ImageOps.exif_transpose(image))
+    # BitsPerSample and SampleFormat of TIFF: Pillow reads unsigned numbers of 32 bits as signed
+    tags = getattr(image, "tag_v2", {})
+    if tags.get(258) == (32,) and tags.get(339, (1,)) == (1,):
+        values = values.view(np.uint32)
     return DeepImage(values.astype(values.dtype.newbyteorder("=")))
 
 

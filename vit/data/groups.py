@@ -32,7 +32,7 @@ def find_groups(dataset: ImageDataset, group_by: int | str) -> tuple[str, ...]:
     the folder above it, and so on; or a regular expression with one group. An image whose path
     doesn't match is a group of its own. Raises ValueError if none matches."""
     pattern = str(group_by)
-    if pattern.isdecimal():
+    if pattern.isdecimal() and pattern != "0":
         pattern = f"([^/]+)(?:/[^/]+){{{pattern}}}$"
     names = search_group(pattern, dataset.ids, name="data.group_by")
     if not any(names):
@@ -68,7 +68,7 @@ def hash_images(dataset: ImageDataset) -> np.ndarray:
 
 def join_duplicates(
     groups: Sequence[str], labels: np.ndarray, hashes: np.ndarray, *, num_splits: int
-) -> tuple[tuple[str, ...], int]:
+) -> tuple[tuple[str, ...], int, int]:
     """Join groups that share an image or a near-copy of one.
 
     Near-copies that would join more than a tenth of a class, and more than ten images, aren't
@@ -81,7 +81,8 @@ def join_duplicates(
         num_splits: Number of splits into which the images are divided.
 
     Returns:
-        Group of each image, and the number of images that have a copy in their group.
+        Group of each image, the number of images that have a copy in their group, and of those that
+        resemble so many others that they aren't joined.
     """
     pairs = find_pairs(hashes)
     classes = labels.tolist()
@@ -99,6 +100,7 @@ def join_duplicates(
         if size > max(_MAX_ALIKE, _MAX_SHARE * class_sizes[label], largest[root, label])
     }
     kept = [pair for pair in pairs if pair[2] or joined[pair[0]] not in too_large]
+    alike = {index for pair in set(pairs) - set(kept) for index in pair[:2]}
     copies = {index for pair in kept for index in pair[:2]}
     result = np.array(_join(groups, kept), dtype=object)
     original = np.array(groups, dtype=object)
@@ -106,8 +108,10 @@ def join_duplicates(
         in_class = labels == label
         if len(set(result[in_class])) < min(num_splits, len(set(original[in_class]))):
             result[in_class] = original[in_class]
-            copies -= set(np.flatnonzero(in_class).tolist())
-    return tuple(result), len(copies)
+            members = set(np.flatnonzero(in_class).tolist())
+            alike |= copies & members
+            copies -= members
+    return tuple(result), len(copies), len(alike)
 
 
 def _join(groups: Sequence[str], pairs: Sequence[tuple[int, int, bool]]) -> list[str]:

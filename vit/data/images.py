@@ -91,6 +91,8 @@ def read_image(
         OSError, DriveError: There is no such file, or its drive doesn't answer.
     """
     if isinstance(file, Path):
+        if file.is_dir():
+            raise ValueError(f"{file} is a folder that holds no images, or can't be read")
         with report_drive(file), open(file, "rb") as opened:
             return read_image(opened, name=str(file), draft_side=draft_side)
     try:
@@ -171,6 +173,9 @@ def open_pixels(image: Any, *, name: str = "an image") -> Image.Image:
         # a copy would lose the values of a `DeepImage`
         is_upright = image.getexif().get(ExifTags.Base.Orientation, 1) == 1
         return to_rgb(image if is_upright else ImageOps.exif_transpose(image))
+    if image is None or isinstance(image, str | Path | int):
+        kind = type(image).__name__
+        raise ValueError(f"{name} is a {kind}, not an image; open files with PIL.Image.open")
     array = convert_pixels(image, name=name)
     if array.dtype != np.uint8:
         return DeepImage(array)
@@ -186,6 +191,11 @@ def find_key(item: Mapping[str, Any], known: Sequence[str], *, name: str) -> str
     return found[0]
 
 
+def _is_image(value: Any) -> bool:
+    """Return true for an image that may be a label by its type alone."""
+    return isinstance(value, Image.Image | Path) or getattr(value, "ndim", 0) > 1
+
+
 def iterate_images(images: Any) -> Iterator[Any]:
     """Yield the images of a list or a set one by one, as they are. Labels of items, see
     `find_python_objects`, are left out. Raises ValueError if it is neither."""
@@ -199,7 +209,7 @@ def iterate_images(images: Any) -> Iterator[Any]:
     for item in images:
         if isinstance(item, Mapping):
             yield item[find_key(item, IMAGE_KEYS, name="an item of images")]
-        elif isinstance(item, tuple) and len(item) == 2:
+        elif isinstance(item, tuple) and len(item) == 2 and not _is_image(item[1]):
             yield item[0]
         else:
             yield item

@@ -204,13 +204,18 @@ class DatasetSplits:
                 f"of more than {MAX_COMPARED:,} images, copies are found by the bytes of their"
                 " files alone, and near-copies may be on both sides"
             )
-        groups, num_copies = join_duplicates(
+        groups, num_copies, num_alike = join_duplicates(
             dataset.groups or dataset.ids,
             dataset.strata,
             hash_images(dataset),
             # images that aren't split here may be divided into folds
             num_splits=max(1 + sum(fraction > 0 for fraction in self._held_out.values()), 2),
         )
+        if num_alike:
+            self._kept_together.append(
+                f"{num_alike:,} images resemble so many others of their class (photos of one"
+                " texture?) that near-copies among them may be on both sides"
+            )
         if not num_copies:
             return dataset
         text = f"{num_copies:,} images have a copy or a near-copy, which is on the same side"

@@ -150,13 +150,17 @@ class Explainer:
             num_attended = sum(number < self.num_attended for number in numbers)
             attention = [measure_attention(forward, row) for row in range(num_attended)]
 
+        logits = forward.logits.detach()
+        scores = None
+        if self._kind not in ("classes", "labels"):
+            scores = self._target.score(logits, targets[:, 0])
         # the only copy from the device, and the only time that the host waits for it
-        logits, targets, maps, drops, attention = copy_to_host(
-            (forward.logits.detach(), targets, maps, drops, attention)
+        logits, scores, targets, maps, drops, attention = copy_to_host(
+            (logits, scores, targets, maps, drops, attention)
         )
         for image, parts in zip(images, attention, strict=False):
             image.attention = {name: part.numpy() for name, part in parts.items()}
-        self._add_predictions(images, logits, targets)
+        self._add_predictions(images, logits, targets[:, 0], scores)
         for row, image in enumerate(images):
             # labels that fill a row are repeated
             explained = tuple(dict.fromkeys(targets[row].tolist()))
@@ -171,17 +175,21 @@ class Explainer:
                         found.sanity_check = check_map(patches, evidence)
 
     def _add_predictions(
-        self, images: Sequence[ImageResult], logits: Tensor, targets: Tensor
+        self,
+        images: Sequence[ImageResult],
+        logits: Tensor,
+        targets: Tensor,
+        scores: Tensor | None,
     ) -> None:
         """Add what the model predicts; without classes, the target and its value."""
         is_finite = logits.isfinite().all(dim=1).tolist()
         if not all(is_finite):
             name = images[is_finite.index(False)].name
             raise ValueError(f"{self.bundle.name} gives NaN or infinite logits for {name}")
-        if self._kind not in ("classes", "labels"):
+        if scores is not None:
             assert self._target.name is not None
-            columns = targets[:, 0], self._target.score(logits, targets[:, 0])
-            for image, index, score in zip(images, *map(Tensor.tolist, columns), strict=True):
+            columns = targets.tolist(), scores.tolist()
+            for image, index, score in zip(images, *columns, strict=True):
                 name = self._target.name(index)
                 if self._target is not FEATURES:
                     name += f" = {score:.4g}"

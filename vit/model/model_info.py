@@ -11,7 +11,6 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from vit.runtime.arguments import as_pair
 from vit.runtime.documents import read_json
 
-# timm's names → ours, for modes that show the whole image
 # Pillow's number → the filter
 _INTERPOLATIONS = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
 

@@ -124,5 +124,5 @@ def check_choice(value: str, known: Collection[str], *, name: str) -> None:
     """Raise ValueError that lists the known values if a value is not among them."""
     if value not in known:
         raise ValueError(
-            f"unknown {name} {shorten(value)!r}; known: {shorten(', '.join(sorted(known)))}"
+            f"unknown {name} {shorten(value)!r}; known: {shorten(', '.join(sorted(known)) or 'none')}"
         )

@@ -31,12 +31,12 @@ def serialize_state(state: dict[str, Any]) -> memoryview:
 
 @dataclass(frozen=True)
 class CheckpointStore:
-    """A run's last two checkpoints, so that a damaged last one has a fallback, in a directory that
-    is made when the first one is saved."""
+    """A run's last two checkpoints, so that a damaged last one has a fallback, and that of its best
+    model, in a directory that is made when the first one is saved."""
 
     directory: Path
 
-    def save(self, content: memoryview, *, step: int) -> Path:
+    def save(self, content: memoryview, *, step: int, best_step: int) -> Path:
         """Write the state after a global step, delete checkpoints that are no longer kept, and
         return its path. If it raises OSError, the earlier checkpoints are as they were."""
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -49,14 +49,15 @@ class CheckpointStore:
         for number, old in checkpoints:
             # Later checkpoints, or another one of this step, are from before the run fell back to
             # an earlier checkpoint.
-            if number not in last_two or (number == step and old != path):
+            is_superseded = number > step or (number == step and old != path)
+            if is_superseded or number not in {best_step, *last_two}:
                 remove(old)
         return path
 
-    def load(self) -> dict[str, Any] | None:
-        """Load the newest intact checkpoint; None if there is none. Warns of damaged ones, and
-        raises ValueError if all are."""
-        checkpoints = self._list()
+    def load(self, step: int | None = None) -> dict[str, Any] | None:
+        """Load the newest intact checkpoint, or that of a step; None if there is none. Warns of
+        damaged ones, and raises ValueError if all are."""
+        checkpoints = [found for found in self._list() if step in (None, found[0])]
         for _, path in reversed(checkpoints):
             try:
                 # Its name says the checksum.
@@ -68,7 +69,7 @@ class CheckpointStore:
             except (OSError, ValueError):
                 pass
             warnings.warn(f"checkpoint {path.name} is damaged and is passed over", stacklevel=2)
-        if checkpoints:
+        if checkpoints and step is None:
             raise ValueError(
                 f"every checkpoint in {self.directory} is damaged; start again with --overwrite"
             )

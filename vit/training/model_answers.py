@@ -2,7 +2,7 @@
 thresholds of prediction sets, a temperature, and features by which unusual images are found."""
 
 import copy
-from contextlib import suppress
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from vit.prediction.conformal import COVERAGE, find_threshold
 from vit.prediction.features import compute_readable_features
 from vit.prediction.neighbours import compute_distances, normalize_rows
 from vit.prediction.probabilities import Ints
+from vit.runtime.arguments import first_line
 from vit.training.run import Run
 from vit.training.validation import predict_validation
 
@@ -53,8 +54,10 @@ def complete_model_file(run: Run, directory: Path) -> None:
                 conformal["thresholds"] = {str(COVERAGE): threshold}
         # A run that has ended must not fail because of images that can't be read any more.
         if count_features(bundle.model):
-            with suppress(OSError, ValueError, RuntimeError):
+            try:
                 likeness, conformal["training_images"] = _compute_likeness(run, bundle)
+            except (OSError, ValueError, RuntimeError) as error:
+                warnings.warn(f"unusual images won't be told: {first_line(error)}", stacklevel=2)
     if trainer.process.is_main:
         write_model_file(path, replace(content, metadata=metadata, likeness=likeness))
     trainer.process.wait()

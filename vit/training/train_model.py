@@ -231,7 +231,8 @@ def train(
         if show_plan and process.is_main:
             print_plan(run, reasons, resumed=is_resumed)
         if dry_run:
-            _save_first_batch(run, directory / FIRST_BATCH_FILE, transform=transform)
+            if process.is_main:
+                _save_first_batch(run, directory / FIRST_BATCH_FILE, transform=transform)
             return TrainingResult(directory, steps=0, seconds=0.0, best_top1=None)
 
         progress = trainer.train()

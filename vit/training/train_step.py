@@ -94,8 +94,6 @@ class TrainStep:
         if isinstance(self.model, DistributedDataParallel):
             self._parallel = self.model
             self.module = self.model.module
-        # They are found once, because a walk over the modules takes up to a millisecond.
-        self._trainable = [weight for weight in self.module.parameters() if weight.requires_grad]
         self.average: nn.Module | None = None
         if self.ema_decay:
             self.average = copy.deepcopy(self.module).eval().requires_grad_(False)
@@ -185,6 +183,8 @@ class TrainStep:
     def run_on_device(self, images: Float[Tensor, "B 3 H W"], targets: Tensor) -> StepResult:
         """Do all that a step does on the device. It reads nothing from the device and uses the same
         memory each time, so that a CUDA graph of it can be replayed on other batches."""
+        # each time, because a callback may freeze weights
+        self._trainable = [weight for weight in self.module.parameters() if weight.requires_grad]
         # On a CPU the update runs on the threads that divide the batch; otherwise torch's threads
         # would wait for one another in hundreds of operations.
         with nullcontext() if self.threads is None else self.threads.limit_threads():
@@ -192,8 +192,9 @@ class TrainStep:
             return self._update(loss, correct)
 
     def _differentiate_in_memory(self, images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Call `_differentiate`. If it doesn't fit into a GPU's memory, repeat it with the random
-        numbers that follow torch's last seed, from now on in parts of half the size."""
+        """Call `_differentiate`. If it doesn't fit into the memory of a GPU in one process, repeat
+        it with the random numbers that follow torch's last seed, from now on in parts of half the
+        size."""
         while True:
             try:
                 return self._differentiate(images, targets)
@@ -235,7 +236,7 @@ class TrainStep:
                     scaled_loss.backward()  # type: ignore[no-untyped-call]
                     return loss.detach(), correct, ()
             # Not backward(): threads would add to one .grad in an order that is not fixed.
-            gradients = torch.autograd.grad(scaled_loss, self._trainable, materialize_grads=True)
+            gradients = torch.autograd.grad(scaled_loss, self._trainable, allow_unused=True)
             return loss.detach(), correct, gradients
 
         derivatives: Iterable[_Derivative] = map(differentiate, parts)
@@ -243,17 +244,17 @@ class TrainStep:
             derivatives = self.threads.map(differentiate, parts, is_random=True)
         loss = torch.zeros((), device=self.device)
         correct = torch.zeros((), dtype=torch.int64, device=self.device)
-        sums: tuple[Tensor, ...] = ()
+        sums: list[Tensor | None] = []
         # In the order of the batch, so that the sum doesn't depend on which thread is first.
         for part_loss, part_correct, gradients in derivatives:
             loss = loss + part_loss
             correct = correct + part_correct
-            sums = torch._foreach_add(sums, gradients) if sums else gradients
+            sums = list(map(_add, sums or [None] * len(gradients), gradients))
 
         for weight, gradient in zip(self._trainable, sums, strict=False):
             # torch's fused optimizers read weight and gradient in the order of memory, and a
             # convolution's gradient has another order.
-            if gradient.stride() != weight.stride():
+            if gradient is not None and gradient.stride() != weight.stride():
                 gradient = torch.empty_like(weight).copy_(gradient)
             weight.grad = gradient
         if self._parallel is not None:
@@ -324,6 +325,13 @@ class TrainStep:
         if self.precision == "float16" and state["loss_scale"] is not None:
             self.loss_scale.copy_(state["loss_scale"]["factor"])
             self._steps_at_scale.copy_(state["loss_scale"]["steps"])
+
+
+def _add(total: Tensor | None, gradient: Tensor | None) -> Tensor | None:
+    """Add gradients of a weight; None is that of a weight that the loss doesn't depend on."""
+    if total is None or gradient is None:
+        return gradient if total is None else total
+    return total + gradient
 
 
 def capture_step(run: RunStep, optimizer: Optimizer, images: Tensor, targets: Tensor) -> RunStep:

@@ -8,6 +8,7 @@ in any order.
 """
 
 import contextlib
+import copy
 import dataclasses
 import math
 import time
@@ -113,9 +114,11 @@ class Trainer:
             finally:
                 # This comes first: nothing may be written after observers hear of the end.
                 self.writer.finish()
-                self._notify("on_end")
-                # If a worker was killed and its pipe ended first, torch says so only now.
-                self.train_batches.close()
+                try:
+                    self._notify("on_end")
+                finally:
+                    # If a worker was killed and its pipe ended first, torch says so only now.
+                    self.train_batches.close()
         return progress
 
     def _wait_for_files(self) -> None:
@@ -290,27 +293,42 @@ class Trainer:
                 "identity": self.identity,
             }
         )
-        save = partial(self.checkpoints.save, content, step=progress.step)
+        save = partial(
+            self.checkpoints.save, content, step=progress.step, best_step=progress.best_step
+        )
         self._saving = self.writer.submit(save)
         self._saved_step = progress.step
 
     def resume(self) -> bool:
-        """Go back to the newest intact checkpoint. Returns False if there is none, and raises
+        """Go back to the newest intact checkpoint. The model file, which may be of a later step, is
+        written again from the best one. Returns False if there is no checkpoint, and raises
         ValueError if it is of another run."""
-        values = None
-        if self.process.is_main:
-            values = self.checkpoints.load()
-        values = self.process.broadcast(values)
+        values = self._load_checkpoint()
         if values is None:
             return False
+        origin = f"the checkpoint of step {values['progress']['step']}"
+        check_same_run(self.identity, values["identity"], origin=origin)
         self.progress = Progress(**values["progress"])
         self._saved_step = self.progress.step
-        origin = f"the checkpoint of step {self._saved_step}"
-        check_same_run(self.identity, values["identity"], origin=origin)
         if self.progress.total_steps is not None:
             self._set_length(self.progress.total_steps)
         self.train_step.load_state_dict(values["state"])
+
+        best = self._load_checkpoint(self.progress.best_step)
+        if self.progress.has_model and best is not None:
+            model = copy.deepcopy(self.train_step.averaged_model).eval()
+            model.load_state_dict(best["state"]["average"])
+            self.write_model(model, self.progress.best_step)
+            # An error before the first step must not leave a thread that writes.
+            self.writer.wait()
         return True
+
+    def _load_checkpoint(self, step: int | None = None) -> dict[str, Any] | None:
+        """Load a checkpoint in the main process, and return it in all processes."""
+        values = None
+        if self.process.is_main:
+            values = self.checkpoints.load(step)
+        return self.process.broadcast(values)
 
     def _report(self, result: StepResult) -> None:
         """Report a step to the observers."""

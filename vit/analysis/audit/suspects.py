@@ -111,7 +111,7 @@ def audit_images(
 
     # names and the order of the images don't matter: equal pixels are a group
     own_groups = dataset.groups or [f"{digest:016x}" for digest in dataset.digests.tolist()]
-    joined, _ = join_duplicates(own_groups, dataset.strata, dataset.hashes, num_splits=2)
+    joined, *_ = join_duplicates(own_groups, dataset.strata, dataset.hashes, num_splits=2)
     groups = np.unique(np.array(joined, dtype=object), return_inverse=True)[1]
     is_examined = np.ones(len(dataset), bool)
     if not dataset.is_multilabel:

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from vit.data.depth import DICOM_HINT
+from vit.data.depth import DICOM_HINT, DICOM_SUFFIX
 from vit.data.duplicates import hash_pixels
-from vit.data.images import HEIF_HINT, list_files, read_image, to_rgb
+from vit.data.images import HEIF_HINT, HEIF_SUFFIXES, list_files, read_image, to_rgb
 from vit.runtime.arguments import shorten
 from vit.runtime.files import open_cached, read_arrays, write_arrays
 
@@ -242,6 +242,9 @@ def describe_unused(paths: Iterable[str]) -> list[str]:
     if not suffixes:
         return []
     found = shorten(", ".join(sorted(set(suffixes))), 60)
-    # a hint ends with the suffix that it is for
-    hints = [hint for hint in (HEIF_HINT, DICOM_HINT) if hint.split()[-1] in suffixes]
-    return ["; ".join([f"{len(suffixes):,} files are not used ({found})", *hints])]
+    hints = [
+        hint
+        for hint, known in ((HEIF_HINT, HEIF_SUFFIXES), (DICOM_HINT, (DICOM_SUFFIX,)))
+        if not set(known).isdisjoint(suffixes)
+    ]
+    return ["; ".join([f"files not used: {len(suffixes):,} ({found})", *hints])]

@@ -65,6 +65,8 @@ def find_shards(request: Request) -> Listing:
     else:
         by_split = list_by_split(root, ".tar") or {"train": _expand_pattern(root)}
         shards = [(split, path, path) for split, each in by_split.items() for path in each]
+    if not shards:
+        raise FileNotFoundError(f"{root} names no shards; check it")
     labels: list[Any] = []
     names: list[str] = []
     splits: list[str] = []

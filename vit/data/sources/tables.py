@@ -63,6 +63,8 @@ def read_table(path: Path) -> tuple[dict[int, Row], list[str]]:
     except UnicodeDecodeError:
         text = content.decode("cp1252", "replace")
         notes = [f"{path.name} is not UTF-8 and was read as Windows-1252; check accented letters"]
+    if "\0" in text:
+        raise ValueError(f"{path} holds zero bytes, no text; save it as CSV (UTF-8)")
     header = shorten(text.partition("\n")[0], 100)
     delimiter = max(",;\t|", key=text.partition("\n")[0].count)
     reader = csv.DictReader(io.StringIO(text, newline=""), restval="", delimiter=delimiter)

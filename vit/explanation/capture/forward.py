@@ -79,9 +79,11 @@ class AttentionRecord:
     def layers(self) -> list[AttentionLayer]:
         """The layers. Raises RuntimeError if the last forward pass didn't go through all of
         them."""
+        if not self._num_layers:
+            raise RuntimeError("no images [B, C, H, W] went through the model in capture_attention")
         places = range(self._num_layers)
         found = [self._found[place] for place in places if place in self._found]
-        if not found or len(found) < len(places):
+        if len(found) < len(places):
             raise RuntimeError(
                 f"{len(places) - len(found)} of {len(places)} attention layers were not captured: "
                 "no forward pass inside capture_attention went through them"
@@ -176,14 +178,18 @@ def capture_attention(model: nn.Module, *, gradients: bool = False) -> Iterator[
         raise ValueError("torch.compile's code can't be recorded; pass, and call, the model within")
     record = AttentionRecord(gradients=gradients)
     with ExitStack() as stack, ExitStack() as hooks:
+        has_begun = False
 
-        def begin(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        def begin(
+            module: nn.Module, args: tuple[Any, ...], options: dict[str, Any] | None = None
+        ) -> None:
             # the images tell their size; to find the layers, the model runs once more
-            for images in (*args, *options.values()):
-                if isinstance(images, Tensor) and images.ndim == 4:
+            nonlocal has_begun
+            for images in (*args, *(options or {}).values()):
+                if not has_begun and isinstance(images, Tensor) and images.ndim == 4:
+                    has_begun = True
                     hooks.close()
                     stack.enter_context(record.watch(read_model(model, images))).begin()
-                    return
 
         stack.enter_context(run_as_written())
         # parts of a model may be called without it

@@ -139,7 +139,8 @@ def _raise(func: Function, args: Arguments, kwargs: Options) -> Any:
     """Compute a power. Negative powers are denominators, and so constants."""
     base, exponent = args
     is_power = isinstance(base, Tensor) and not _list_signals(exponent)
-    if not is_power or (not isinstance(exponent, Tensor) and exponent <= 0):
+    # a learnt power has to be read from its device
+    if not is_power or bool(torch.as_tensor(exponent <= 0).any()):
         return _hold(func, args, kwargs)
     return func(_weigh_gradient(1 / exponent, base), exponent, **kwargs)
 
