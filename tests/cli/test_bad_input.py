@@ -113,7 +113,7 @@ class TestImages:
         listed = [tmp_path / "empty", photo, tmp_path / "secret"]
         output = ["--output", tmp_path / "maps", "--no-checks"] if command == "explain" else []
         out = cli.succeed(command, model_file, *listed, "--device", "cpu", *output).out
-        assert out.count("Is a directory") == 2
+        assert out.count("is a folder that holds no images") == 2
         if output:
             assert (tmp_path / "maps" / "photo.rollout.png").is_file()
         else:
