@@ -78,7 +78,7 @@ def main() -> None:
         "machine": describe_conditions(choose_device(config.train.device)),
         "recipe": options.recipe,
         "overrides": [item for item in options.overrides if not item.startswith("data.root=")],
-        "config": config.model_dump(mode="json", exclude={"data": {"root", "cache_dir"}}),
+        "config": config.model_dump(mode="json", exclude={"data": {"root"}}),
         "runs": [],
     }
     with tempfile.TemporaryDirectory() as folder:

@@ -24,8 +24,14 @@ COMMANDS = [
         "arbeit.pdf is no configuration (.yaml), table (.csv) or folder of images",
     ),
     (["train", "liste.xlsx"], "liste.xlsx is a spreadsheet; save the table as CSV"),
-    (["train", "bilder.h5"], "bilder.h5 is no configuration (.yaml), table (.csv) or folder of images"),
-    (["train", "zebra.jpg"], "zebra.jpg is no configuration (.yaml), table (.csv) or folder of images"),
+    (
+        ["train", "bilder.h5"],
+        "bilder.h5 is no configuration (.yaml), table (.csv) or folder of images",
+    ),
+    (
+        ["train", "zebra.jpg"],
+        "zebra.jpg is no configuration (.yaml), table (.csv) or folder of images",
+    ),
     (["train", "aussen"], "name the folder that holds the folders of classes"),
     (["train", "eine"], "fewer than two classes: 'Fisch'"),
     (

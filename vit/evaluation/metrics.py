@@ -43,7 +43,7 @@ class Scores:
     Attributes:
         labels, predicted: Index of each image's class and of the predicted one, [n]; or which
             labels it has, and which are predicted, bool [n, C].
-        probabilities: Of each class or label, [n, C].
+        probabilities: Probability of each class or label, [n, C].
         loss: Cross-entropy of these probabilities, of several labels the mean over them, nats, [n].
         rank: Number of classes ahead of the image's class, or number of labels that are wrong, [n].
             Among equal logits the first class is ahead, and the predicted class is ahead of all.

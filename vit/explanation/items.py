@@ -18,7 +18,7 @@ from vit.data.open import open_for_model
 from vit.data.sources.shards import is_remote
 from vit.runtime.files import clean_name
 
-# of a model's test split
+# number of images of a model's test split that are explained
 _NUM_IMAGES = 16
 
 

@@ -29,7 +29,7 @@ class MapResult:
     Attributes:
         key: Name in maps.npz, and of the picture without the suffix.
         values: The map, float32.
-        caption: What the map shows, in words.
+        caption: Description of the map, in words.
         target: Index, name and probability of the class, or name of the number, that is explained;
             None if the method doesn't depend on it.
         sanity_check: The patch-removal test; None if it wasn't asked for.

@@ -12,7 +12,7 @@ from vit.model.vision_transformer import Architecture, VisionTransformer
 from vit.model.weights import infer_architecture, read_weights
 from vit.runtime.arguments import as_pair, check_choice
 
-# what our model is to have, so that it computes the same as theirs
+# our model's arguments with which it computes the same as theirs
 _OURS = {
     "stem": "patch",
     "mlp": "gelu",

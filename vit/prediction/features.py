@@ -5,7 +5,6 @@ import hashlib
 import json
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -33,12 +32,7 @@ _NEUTRAL = ("num_classes", "global_pool", "drop_path_rate")
 Features = Mapping[Readout, Float[Tensor, "n D"]]
 
 
-def compute_features(
-    predictor: BatchPredictor,
-    dataset: ImageDataset,
-    *,
-    cache_dir: Path | None = None,
-) -> Features:
+def compute_features(predictor: BatchPredictor, dataset: ImageDataset) -> Features:
     """Compute the pooled features of images after each block, or read them from the cache, where
     their name changes with the weights, the preprocessing, the precision and the images.
 
@@ -54,7 +48,7 @@ def compute_features(
     readouts = list_readouts(model)
     shape = (len(readouts), count_features(model))
     name = f"{dataset.name}-{dataset.split}-features-{_cache_key(predictor, dataset, shape)}.npz"
-    path = (cache_dir or default_cache_dir()) / name
+    path = default_cache_dir() / name
     values = open_cached(
         path, lambda: torch.from_numpy(read_arrays(path)["features"]).view(torch.float32)
     )

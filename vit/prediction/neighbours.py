@@ -14,29 +14,17 @@ Features = NDArray[np.floating[Any]]
 _BLOCK = 1 << 23
 
 
-def find_nearest(
-    features: Features, references: Features, count: int, *, skip_self: bool = False
-) -> tuple[Ints, Float32s]:
+def find_nearest(features: Features, references: Features, count: int) -> tuple[Ints, Float32s]:
     """Find for each row of `features`, [n, D], the rows of `references`, [m, D], with the largest
-    cosine.
-
-    Args:
-        count: Number of neighbours k; m where there are fewer.
-        skip_self: Both are the same images, and none is its own neighbour.
-
-    Returns:
-        Indices and cosines of the neighbours, [n, k] each, the nearest first.
-    """
+    cosine. Returns indices and cosines of these neighbours, [n, count] each, the nearest first; m
+    where there are fewer."""
     queries, units = (torch.from_numpy(normalize_rows(each)) for each in (features, references))
-    count = min(count, len(units) - skip_self)
+    count = min(count, len(units))
     rows = max(1, _BLOCK // len(units))
     indices, nearest = [], []
     # at least one block: an empty batch gives empty results
     for start in range(0, max(len(queries), 1), rows):
         cosines = queries[start : start + rows] @ units.T
-        if skip_self:
-            # below any cosine
-            cosines[:, start:].fill_diagonal_(-2)
         found = cosines.topk(count)
         indices.append(found.indices)
         nearest.append(found.values)

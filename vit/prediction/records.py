@@ -32,7 +32,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a model predicts for one image, or why the image can't be read.
+    """The prediction for one image, or the reason why the image can't be read.
 
     Attributes:
         path: The image's path; "image 0" for the first PIL image or array.

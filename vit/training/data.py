@@ -89,7 +89,7 @@ def build_data(
     the host or of a device, together with the images of a test split that is drawn among them.
 
     Args:
-        config: What it says comes before `pretrained`, the preprocessing of weights, and that
+        config: Its values come before `pretrained`, the preprocessing of weights, and that
             before measured values.
         has_transform: Training images pass a function of the user, which needs them in full size.
     """

@@ -75,7 +75,7 @@ class Trainer:
         self._speed_start = (0.0, 0)
         self._stop_requested = False
         self._signalled = False
-        # whether the last steps were finite; not read yet, because reading waits for the device
+        # true for each of the last steps that was finite; not read yet, because reading waits for the device
         self._unchecked: list[Tensor] = []
         # step of the last checkpoint, and a future that is done when it is on disk
         self._saved_step: int | None = None

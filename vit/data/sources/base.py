@@ -1,4 +1,4 @@
-"""What every source of images gives: a list of them, and a reader, wherever they are stored."""
+"""The list of images and the reader that every source gives, wherever the images are stored."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def compute_once(
 
     Args:
         path: The .npz file of the cache.
-        keys: What the numbers depend on, [n, k].
+        keys: Values on which the numbers depend, [n, k].
         compute: Returns the numbers of the key at an index; it is called in threads.
     """
     stored = open_cached(path, partial(read_arrays, path)) or {"keys": keys[:0], "values": keys[:0]}

@@ -18,7 +18,7 @@ from vit.runtime.files import default_cache_dir
 
 # 320 pixels of the shorter side are enough to train at 224, in a quarter of the full download
 _IMAGENETTE = "imagenette2-320"
-# largest idx file when it is unpacked; Extended MNIST has 547 million bytes
+# largest idx file when it is unpacked, bytes
 _MAX_UNPACKED = 2**30
 _TORCHVISION = {
     "cifar10": "CIFAR10",

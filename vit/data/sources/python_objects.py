@@ -107,7 +107,7 @@ def find_class_names(dataset: Any) -> tuple[str, ...] | None:
     features = getattr(dataset, "features", None)
     if names is None and isinstance(features, Mapping):
         found = [features[key] for key in LABEL_KEYS if key in features]
-        # of one class, or of each in a list
+        # a list has the feature of each of its values
         feature = getattr(found[0], "feature", found[0]) if found else None
         names = getattr(feature, "names", None)
     if names is not None:

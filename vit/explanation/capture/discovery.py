@@ -39,7 +39,7 @@ class Discovered(NamedTuple):
 
     # for each layer in which all tokens attend to each other, their number
     num_tokens: list[int]
-    # of the layers, and last of a few queries that attend to the tokens after them, if there are any
+    # numbers of the layers' attentions; the last may be that of a few queries after the layers
     attentions: list[int]
     # results that enter each layer's block, and the one that leaves the last
     links: list[int]
@@ -149,7 +149,7 @@ class _Discovery(ForwardWatch):
     def see_attention(self, layer: AttentionLayer) -> Tensor:
         """Note an attention of the images; texts have another batch."""
         batch, _, num_queries, num_tokens = layer.shape
-        if num_queries == num_tokens:  # then a few queries alone, as of a pooling, are seen, too
+        if num_queries == num_tokens:  # later, the few queries of a pooling are seen, too
             self.num_tokens = num_tokens
         if batch == _BATCH:
             seen = _Seen(self.num_attentions, num_queries, num_tokens, self.num_results)

@@ -78,7 +78,7 @@ def blend(photo: Image.Image, values: PatchMap, geometry: Geometry, *, signed: b
     left, top, right, bottom = np.round(geometry.box * np.tile(scaling, 2)).astype(int).tolist()
     size = (max(right - left, 1), max(bottom - top, 1))
     grey = photo.convert("L").convert("RGB")
-    # what the model saw; a crop that is larger than the photo is black around it
+    # the part that the model saw; a crop that is larger than the photo is black around it
     seen = Image.blend(photo, grey, _FADING).crop((left, top, left + size[0], top + size[1]))
     heat, strength = shade(values, size, signed=signed)
     seen.paste(heat, mask=Image.fromarray((strength * _OPACITY * 255).round().astype(np.uint8)))
