@@ -32,7 +32,6 @@ FUNCTIONS = (
     "evaluate",
     "explain",
     "measure_faithfulness",
-    "measure_robustness",
     "predict",
     "train",
 )

@@ -1,1 +1,0 @@
-"""Measure accuracy on damaged images."""
