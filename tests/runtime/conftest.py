@@ -44,7 +44,7 @@ def npu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter]:
         if name.startswith("vit.") and hasattr(module, "choose_device"):
             monkeypatch.setattr(module, "choose_device", choose)
     monkeypatch.setattr(attention, "choose_backend", lambda *_: "fused")
-    monkeypatch.setattr(run, "choose_threads", lambda *_, **__: None)
+    monkeypatch.setattr(run, "BatchThreads", lambda: None)
     with pretend_device() as counter, sdpa_kernel(SDPBackend.MATH):
         yield counter
 

@@ -5,6 +5,7 @@ Which block's features serve a new task best is not known beforehand: the last o
 specialised in what the weights were trained for (Yosinski et al. 2014, arXiv 1411.1792).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,8 @@ from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 from vit.data.statistics import compute_class_weights
 from vit.model.logits import Readout
 from vit.prediction.features import Features
-from vit.training.folds import Folds, Labels
+from vit.prediction.probabilities import Float32s, Ints
+from vit.training.folds import Folds, Labels, assign_folds, train_on_whole_classes
 
 FloatArray = NDArray[np.float64]
 
@@ -52,14 +54,8 @@ class LinearProbe:
 def fit_probe(
     features: Features, labels: Labels, folds: Folds, *, num_classes: int, balanced: bool = False
 ) -> LinearProbe:
-    """Choose readout and strength by the cross-validated log loss, and fit on all images.
-
-    Args:
-        labels: Classes of the images, 0 to C − 1; or which labels each image has.
-        folds: See `assign_folds`.
-        num_classes: C; a class without images gets a negligible probability.
-        balanced: Weigh classes and labels, see `compute_class_weights`.
-    """
+    """Choose readout and strength by the log loss over the folds, and fit on all images. A class
+    without images gets a negligible probability. `balanced`: see `compute_class_weights`."""
     several = labels.ndim == 2
     if len(np.unique(labels, axis=0)) < 2:
         raise ValueError("a probe needs training images of different classes or labels")
@@ -87,6 +83,45 @@ def fit_probe(
         values = features[readout].double().numpy()
         weight, bias = _fit_regression(values, labels, strength, num_classes, balanced)
     return LinearProbe(readout, strength, weight, bias, accuracy)
+
+
+def predict_by_other_folds(
+    features: Features,
+    labels: Labels,
+    *,
+    num_classes: int,
+    groups: Sequence[str] | None,
+    num_folds: int,
+    balanced: bool = False,
+) -> tuple[Ints, Float32s]:
+    """Predict each image by a probe of the other folds. These choose the block, the pooling and the
+    strength anew each time, so that nothing of the result has seen the image or its group.
+
+    Returns the fold that left out each image, or −1, and the logits [n, C], 0 where it is −1.
+    Raises ValueError if every class has too few images or groups to leave any out.
+    """
+    folds = assign_folds(labels, groups, num_folds=num_folds)
+    if folds.max() < 1:
+        raise ValueError(
+            "--folds leaves out images of each class in turn, and every class has one image or"
+            " group alone; add some"
+        )
+    logits = np.zeros((len(labels), num_classes), dtype=np.float32)
+    for fold in range(folds.max() + 1):
+        is_out = folds == fold
+        known = np.flatnonzero(~is_out)
+        # The folds of the other images serve to choose by, unless only one of two is left.
+        inner_folds = folds[known] - (folds[known] > fold)
+        inner_folds = train_on_whole_classes(inner_folds, labels[known])
+        if inner_folds.max() < 1:
+            inner_groups = None if groups is None else [groups[index] for index in known.tolist()]
+            inner_folds = assign_folds(labels[known], inner_groups)
+        known_features = {readout: values[known] for readout, values in features.items()}
+        probe = fit_probe(
+            known_features, labels[known], inner_folds, num_classes=num_classes, balanced=balanced
+        )
+        logits[is_out] = probe.compute_logits(features[probe.readout][is_out].numpy())
+    return folds, logits
 
 
 def _measure(

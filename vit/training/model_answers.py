@@ -73,11 +73,9 @@ def _compute_likeness(run: Run, bundle: Bundle) -> tuple[Likeness, list[tuple[st
     chosen = np.sort(by_class[choose_evenly(len(by_class), _MAX_TRAINING_FEATURES)])
     training = train.subset(chosen)
     readable: Ints = np.arange(len(chosen))
-    reads_all = run.data.config.model.probe is True and training.pixels is not None
-    if run.uncut_model is not None and run.probe is not None and reads_all:
-        # The probe was fitted on them, so that they are in the cache.
-        features = run.compute_probe_features()[run.probe.probe.readout]
-        training_features = features.numpy()[chosen]
+    fitted = run.probe
+    if fitted is not None and fitted.features and fitted.images is train:
+        training_features = fitted.features[fitted.probe.readout].numpy()[chosen]
     else:
         training_features, readable = compute_readable_features(bundle, training)
     held_out = choose_evenly(len(validation), _MAX_DISTANCES)

@@ -1,34 +1,47 @@
-"""The linear probe that a run of pretrained weights starts from."""
+"""The linear probe that a run of pretrained weights starts from, and its cross-validation."""
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
 
 from vit.config import Config
 from vit.data.dataset import ImageDataset
+from vit.evaluation.metrics import score_logits
+from vit.evaluation.predictions import save_predictions
 from vit.model.logits import cut_model
 from vit.model.vision_transformer import VisionTransformer
 from vit.prediction.features import Features, compute_features
+from vit.runtime.metrics_file import PREDICTIONS_FILE
 from vit.runtime.numbers import format_percent
 from vit.runtime.processes import current_process
 from vit.runtime.progress import show_progress
 from vit.training.data import TrainingData
 from vit.training.folds import assign_folds, name_always_trained
 from vit.training.learning_curve import measure_learning_curve
-from vit.training.linear_probe import LinearProbe, fit_probe
+from vit.training.linear_probe import LinearProbe, fit_probe, predict_by_other_folds
 from vit.training.model import set_up_training
 from vit.training.validation import build_predictor
 
+# Keys that `--folds` sets: a linear probe is fitted on all images.
+FOLDS_KEYS = {
+    "data.validation_fraction": 0,
+    "data.test_fraction": 0,
+    "model.probe": True,
+    "model.freeze": "backbone",
+}
+
 
 class FittedProbe(NamedTuple):
-    """The probe of a run's training images, its description for the user, and its learning curve
-    in the main process."""
+    """The probe of a run's training images, its description for the user, its learning curve in
+    the main process, and the images with their features where nothing is trained after it."""
 
     probe: LinearProbe
     description: str
     curve: dict[str, Any] | None
+    images: ImageDataset
+    features: Features
 
 
 def uses_probe(config: Config) -> bool:
@@ -42,26 +55,23 @@ def is_probe_alone(config: Config) -> bool:
     return uses_probe(config) and config.model.freeze == "backbone"
 
 
-def compute_data_features(
-    data: TrainingData, images: ImageDataset, model: nn.Module, *, device: torch.device
-) -> Features:
-    """Compute the features of a run's images at each readout, or read them from the cache."""
-    predictor = build_predictor(data, model, device=device)
-    return compute_features(predictor, data.decode(images))
+def check_folds(config: Config) -> None:
+    """Raise ValueError for a configuration that can't be cross-validated."""
+    if not is_probe_alone(config) or config.data.validation_fraction or config.data.test_fraction:
+        raise ValueError(
+            "--folds cross-validates a linear probe of all images: it needs --init WEIGHTS, and"
+            f" {', '.join(FOLDS_KEYS)} as it sets them"
+        )
 
 
 def fit_to_data(
-    config: Config,
-    model: VisionTransformer,
-    data: TrainingData,
-    *,
-    device: torch.device,
+    config: Config, model: VisionTransformer, data: TrainingData, *, device: torch.device
 ) -> FittedProbe:
     """Fit a probe of a model on a device on the training images, or on as many as `model.probe`
     says."""
     # Images that are decoded while training are decoded here, and unreadable ones are left out.
     images = data.decode(_choose_images(data.train, config.model.probe))
-    features = compute_data_features(data, images, model, device=device)
+    features = compute_features(build_predictor(data, model, device=device), images)
     balanced = data.class_balance == "weights"
     labels, names = images.labels, images.class_names
     folds = assign_folds(labels, images.groups)
@@ -87,7 +97,10 @@ def fit_to_data(
     if probe.accuracy is not None:
         measure = "mean average precision" if images.is_multilabel else "top-1"
         text += f"; {measure} in cross-validation {format_percent(probe.accuracy, len(images))}"
-    return FittedProbe(probe, text + name_always_trained(folds, labels, names), curve)
+    text += name_always_trained(folds, labels, names)
+    if not is_probe_alone(config):
+        features = {}  # the steps need the memory
+    return FittedProbe(probe, text, curve, images, features)
 
 
 def build_probed_model(
@@ -99,6 +112,30 @@ def build_probed_model(
     probed = cut_model(model, probe.readout, weight=weight, bias=bias)
     set_up_training(config, probed)
     return probed
+
+
+def cross_validate(fitted: FittedProbe, *, num_folds: int, balanced: bool, directory: Path) -> str:
+    """Predict each image by a probe that has seen neither it nor another image of its group, and
+    write the predictions, which `vit evaluate` measures, into a run's directory. Returns a sentence
+    for the user."""
+    images = fitted.images
+    folds, logits = predict_by_other_folds(
+        fitted.features,
+        images.labels,
+        num_classes=len(images.class_names),
+        groups=images.groups,
+        num_folds=num_folds,
+        balanced=balanced,
+    )
+    measured = np.flatnonzero(folds >= 0)
+    left_out = logits[measured]
+    scores = score_logits(left_out, images.labels[measured])
+    save_predictions(directory / PREDICTIONS_FILE, images.subset(measured), scores, left_out)
+    return (
+        f"{folds.max() + 1}-fold cross-validation of {len(measured):,} images"
+        f"{name_always_trained(folds, images.labels, images.class_names)}"
+        f"; vit evaluate {directory} reports on them"
+    )
 
 
 def _choose_images(dataset: ImageDataset, max_images: int | bool) -> ImageDataset:

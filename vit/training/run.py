@@ -16,7 +16,6 @@ from vit.data.statistics import compute_class_weights
 from vit.data.workers import Transform
 from vit.model.vision_transformer import VisionTransformer
 from vit.optim.optimizer import create_optimizer, schedule_factor
-from vit.prediction.features import Features
 from vit.runtime.arguments import resolve_image_sizes
 from vit.runtime.background_writer import BackgroundWriter
 from vit.runtime.device import choose_device, choose_precision, use_deterministic_algorithms
@@ -35,7 +34,6 @@ from vit.training.plan import TrainingPlan
 from vit.training.probe import (
     FittedProbe,
     build_probed_model,
-    compute_data_features,
     fit_to_data,
     is_probe_alone,
     uses_probe,
@@ -59,25 +57,12 @@ _BYTES_PER_VALUE = 2  # bfloat16
 
 @dataclass(frozen=True)
 class Run:
-    """The parts of a training run that are needed once it is built.
+    """The parts of a training run that are needed once it is built."""
 
-    Attributes:
-        data: Its images, and its configuration with the image size and the pipeline that were
-            chosen. Whoever resumes the run takes the same ones, whatever memory is free then.
-        probe: Probe that the model starts from, if there is one.
-        uncut_model: Model that the probe was fitted on, where nothing is trained after it.
-    """
-
+    # with the image size and the pipeline that were chosen, which a resumed run takes again
     data: TrainingData
     trainer: Trainer
     probe: FittedProbe | None
-    uncut_model: nn.Module | None
-
-    def compute_probe_features(self) -> Features:
-        """Compute the features that a probe alone was fitted on, or read them from the cache."""
-        assert self.uncut_model is not None, "there is one where nothing follows the probe"
-        device = self.trainer.train_step.device
-        return compute_data_features(self.data, self.data.train, self.uncut_model, device=device)
 
 
 def build_run(
@@ -122,10 +107,7 @@ def build_run(
         config, splits, device=device, pretrained=pretrained, has_transform=transform is not None
     )
     probe = None
-    uncut_model = None
     if uses_probe(config) and isinstance(model, VisionTransformer):
-        if is_probe_alone(config):
-            uncut_model = model
         probe = fit_to_data(config, model, data, device=device)
         model = build_probed_model(config, model, probe.probe).to(device)
     data, tokens = keep_tokens(config, model, data, device=device, transform=transform)
@@ -179,7 +161,7 @@ def build_run(
         writer=writer,
         keeps_first_model=uses_probe(config),
     )
-    return Run(data, trainer, probe, uncut_model)
+    return Run(data, trainer, probe)
 
 
 def build_plan(
@@ -228,11 +210,11 @@ def build_train_step(
     train = config.train
     world_size = current_process().world_size
     precision = choose_precision(train.precision, device)
-    parallel_model = model.to(device)
+    parallel_model = model
     if world_size > 1:
         parallel_model = DistributedDataParallel(model)
     is_ours = isinstance(model, VisionTransformer)
-    compiles = isinstance(model, VisionTransformer) and _compile(config, model, plan, device)
+    compiles = _compile(config, model, plan, device)
     optimizer = create_optimizer(
         model=model, muon_dtype=getattr(torch, precision), **config.optimizer.model_dump()
     )
@@ -244,10 +226,12 @@ def build_train_step(
         warmup_steps=min(warmup_steps, max(plan.total_steps - 1, 0)),
         total_steps=plan.total_steps,
     )
-    # Several processes share the cores already, and compiled code keeps Python's lock.
+    # Several processes share the cores already, and compiled code keeps Python's lock. Other models
+    # may compute something of the whole batch, or draw from torch's own generator.
     threads = None
-    if world_size == 1 and not compiles:
-        threads = choose_threads(model, device=device)
+    has_cores = device.type == "cpu" and torch.get_num_threads() > 1 and world_size == 1
+    if has_cores and is_ours and not compiles:
+        threads = BatchThreads()
     grad_accum_steps = train.grad_accum_steps
     if grad_accum_steps == "auto":
         grad_accum_steps = _count_parts(config, model, plan.batch_size // world_size, device)
@@ -267,18 +251,9 @@ def build_train_step(
     )
 
 
-def choose_threads(model: nn.Module, *, device: torch.device) -> BatchThreads | None:
-    """Return threads that divide a batch, for our models on a CPU with several cores, or None.
-    Other models may compute something of the whole batch, or draw from torch's own generator."""
-    is_ours = isinstance(model, VisionTransformer)
-    if is_ours and device.type == "cpu" and torch.get_num_threads() > 1:
-        return BatchThreads()
-    return None
-
-
 def _count_parts(config: Config, model: nn.Module, batch_size: int, device: torch.device) -> int:
-    """Choose the number of parts of a batch: for our models on a CPU parts whose widest activation,
-    the MLP's hidden one, stays in its caches. Elsewhere the batch is one part."""
+    """Choose the number of parts of a batch: of our models on a CPU the widest activation of a
+    part, the MLP's hidden one, stays in the caches. Elsewhere the batch is one part."""
     if device.type != "cpu" or not isinstance(model, VisionTransformer):
         return 1
     height, width = config.data.size
@@ -290,11 +265,11 @@ def _count_parts(config: Config, model: nn.Module, batch_size: int, device: torc
     return -(-batch_size // part_size)
 
 
-def _compile(
-    config: Config, model: VisionTransformer, plan: TrainingPlan, device: torch.device
-) -> bool:
-    """Let torch compile the encoder blocks when they first run, and return whether it does. Nothing
-    is measured for it, so that a resumed run decides as the interrupted one did."""
+def _compile(config: Config, model: nn.Module, plan: TrainingPlan, device: torch.device) -> bool:
+    """Let torch compile the blocks of our models when they first run, and return whether it does.
+    Nothing is measured for it, so that a resumed run decides as the interrupted one did."""
+    if not isinstance(model, VisionTransformer):
+        return False
     compiles = config.train.compile is True
     if config.train.compile == "auto" and device.type == "cuda":
         num_images = plan.batch_size * plan.total_steps

@@ -20,12 +20,12 @@ from vit.runtime.console import echo
 from vit.runtime.files import expand_home, format_json, write_atomically
 from vit.runtime.processes import join_processes
 from vit.training.automatic import choose_config
-from vit.training.cross_validation import FOLDS_KEYS, check_folds, cross_validate_run
 from vit.training.data import build_dataset, build_train_loader
 from vit.training.losses import Loss
 from vit.training.model_answers import complete_model_file
 from vit.training.observers import Observer
 from vit.training.print_plan import print_plan
+from vit.training.probe import FOLDS_KEYS, check_folds, cross_validate
 from vit.training.recipe import ConfigLike, names_images
 from vit.training.resolve import resolve_config
 from vit.training.result import TrainingResult
@@ -237,9 +237,13 @@ def train(
 
         progress = trainer.train()
         complete_model_file(run, directory)
-        if folds is not None:
-            sentence = cross_validate_run(run, num_folds=folds, directory=directory)
-            if show_plan and process.is_main:
+        if folds is not None and process.is_main:
+            assert run.probe is not None, "check_folds wants one"
+            balanced = run.data.class_balance == "weights"
+            sentence = cross_validate(
+                run.probe, num_folds=folds, balanced=balanced, directory=directory
+            )
+            if show_plan:
                 echo(sentence, err=True)
 
     return TrainingResult(
