@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from vit.evaluation import result
-from vit.explanation.capture.reader import ModelReader
+from vit.explanation.capture.reader import read_model
 
 FOLDER = Path(__file__).parent
 MODELS_PAGE = FOLDER / "explanations" / "supported-models.md"
@@ -56,7 +56,7 @@ def render_supported_models() -> str:
     with torch.random.fork_rng():
         torch.manual_seed(0)  # the same random weights, whatever was drawn before
         for model in MODELS.values():
-            reader = ModelReader(model.build(), (3, *model.size))
+            reader = read_model(model.build(), torch.zeros(1, 3, *model.size))
             mark = "" if reader.can_drop_tokens else "†"
             names = models.setdefault(model.reads, {}).setdefault(model.library, [])
             names.append(f"{model.title.replace('ForImageClassification', '')}{mark}")

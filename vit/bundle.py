@@ -83,8 +83,6 @@ class Bundle:
     training_hashes: Hashes | None = None
     likeness: Likeness | None = None
     passed_images: DatasetSplits | None = None
-    # Other modules keep here what they found out about the model.
-    found: dict[str, Any] = field(default_factory=dict, init=False, compare=False)
 
     @classmethod
     def from_model(

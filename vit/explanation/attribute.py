@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from vit.bundle import ModelLike, keeps_mode, open_model
-from vit.explanation.capture.reader import read_bundle, read_model
+from vit.explanation.capture.reader import read_model
 from vit.explanation.explainer import choose_explain_batch_size
 from vit.explanation.methods.maps import compute_maps
 from vit.explanation.methods.registry import find_methods
@@ -61,16 +61,13 @@ def attribute(
         >>> maps.shape  # [B, rows, columns]
     """
     is_multilabel = False
-    if isinstance(model, nn.Module):
-        _check_images(images, model)
-        reader = read_model(model, images)
-    else:
+    if not isinstance(model, nn.Module):
         device = str(images.device) if isinstance(model, str | Path) else "auto"
         bundle = open_model(model, device=device, class_names=class_names)
-        _check_images(images, bundle.model)
-        reader = read_bundle(bundle)
-        class_names = bundle.class_names
+        model, class_names = bundle.model, bundle.class_names
         is_multilabel = bundle.is_multilabel
+    _check_images(images, model)
+    reader = read_model(model, images)
     (chosen,) = find_methods([method])
     built = CLASS
     # a map that is the same for every class needs none
@@ -87,8 +84,6 @@ def attribute(
             methods=[method],
             target=built.select(range(first, end)),
             options=map_options,
-            # one verified batch is enough
-            verify=first == 0,
         )
         parts.append(maps.values)
 

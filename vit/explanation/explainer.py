@@ -139,8 +139,6 @@ class Explainer:
             methods=self.methods,
             target=self._target.select(numbers),
             options=self.map_options,
-            # the reader is verified when it is opened
-            verify=False,
         )
         limit = self.num_tested
         num_tested = sum(limit is None or number < limit for number in numbers)

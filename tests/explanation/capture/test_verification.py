@@ -82,7 +82,7 @@ def test_a_module_that_is_passed_again_is_not_searched_again_until_it_changes() 
     model = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2).eval()
     images = torch.randn(2, 3, 32, 32)
     first = compute_maps(model, images)[2][0].values
-    assert read_model(model, images).recall(images)
+    assert read_model(model, images).is_checked
     assert torch.equal(compute_maps(model, images)[2][0].values, first)
     # in training, weights change and the maps with them
     with torch.no_grad():
@@ -101,13 +101,13 @@ def test_a_module_that_is_passed_again_is_not_searched_again_until_it_changes() 
             lambda: delattr(attention, "forward"),
         ),
     ):
-        assert read_model(model, images).recall(images)
+        assert read_model(model, images).is_checked
         change()
-        assert not read_model(model, images).recall(images)
+        assert not read_model(model, images).is_checked
         undo()
-    assert not read_model(model, images).recall(images[:, :, :16])
+    assert not read_model(model, images[:, :, :16]).is_checked
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert not read_model(model, images).recall(images)
+        assert not read_model(model, images).is_checked
     handle = attention.register_forward_hook(lambda *_: _[2].roll(1, 1))
     with pytest.raises(ValueError, match="mixes tokens elsewhere"):
         compute_maps(model, images)
@@ -126,7 +126,7 @@ def test_what_is_kept_neither_keeps_a_module_alive_nor_is_pickled_with_it() -> N
     gone = weakref.ref(model)
     with ThreadPoolExecutor(4) as pool:
         readers = list(pool.map(read_model, [model] * 64, [images] * 64))
-    assert all(reader.recall(images) for reader in readers)
+    assert all(reader.is_checked for reader in readers)
     del model, readers
     gc.collect()
     assert gone() is None

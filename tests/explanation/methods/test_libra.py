@@ -160,7 +160,7 @@ def test_a_target_follows_the_rules_too(
     model = build_timm(num_classes=0).eval()
     target = targets.build_target(function, (), "features")
     forward, classes, _ = compute_maps(
-        model, torch.randn(2, 3, 64, 96), methods=["libra-fullgrad"], target=target, verify=False
+        model, torch.randn(2, 3, 64, 96), methods=["libra-fullgrad"], target=target
     )
     score = forward.score(classes[:, 0])
     (gradient,) = torch.autograd.grad(score.sum(), forward.logits)
@@ -190,5 +190,5 @@ def test_the_combination_keeps_one_graph_at_a_time(monkeypatch: pytest.MonkeyPat
         return forward
 
     monkeypatch.setattr(maps, "run_forward", run)
-    compute_maps(*build("ours"), methods=["libra-removal"], verify=False)
+    compute_maps(*build("ours"), methods=["libra-removal"])
     assert len(passes) == 2

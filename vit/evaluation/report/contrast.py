@@ -11,8 +11,7 @@ from torch import Tensor
 
 from vit.bundle import Bundle
 from vit.evaluation.metrics import Scores
-from vit.explanation.capture.reader import read_bundle
-from vit.explanation.capture.tokens import Grid
+from vit.explanation.capture.forward import Forward
 from vit.explanation.checks.token_ablation import build_removal
 from vit.explanation.methods.maps import compute_maps
 from vit.explanation.targets import LABEL, build_difference
@@ -103,22 +102,19 @@ def explain_mistakes(
         target = build_difference(bundle.class_names, predicted, places)
         if bundle.is_multilabel:
             target = LABEL.with_classes(places)
-        forward, _, (maps,) = compute_maps(
-            read_bundle(bundle), images, methods=[METHOD], target=target, verify=start == 0
-        )
+        forward, _, (maps,) = compute_maps(bundle.model, images, methods=[METHOD], target=target)
         values = maps.values[:, 0].cpu()  # [B, rows, columns]
         if bundle.is_multilabel:
             # where a label is missed, the evidence against it was wrong
             values = values * (1 - 2 * is_missed.int())[:, None, None]
-        contrasts += _turn_answers(bundle, images, values, forward.grid, part)
+        contrasts += _turn_answers(bundle, forward, values, part)
     return contrasts
 
 
 def _turn_answers(
     bundle: Bundle,
-    images: Float[Tensor, "B 3 height width"],
+    forward: Forward,
     values: Float[Tensor, "B rows columns"],
-    grid: Grid,
     mistakes: Sequence[Mistake],
 ) -> list[Contrast]:
     """Find for each image the fewest patches whose removal changes the answer, and the new class.
@@ -128,7 +124,8 @@ def _turn_answers(
     # growing, up to the largest number
     steps = np.geomspace(1, max(order.shape[1] * _MAX_REMOVED, 1), _NUM_COUNTS)
     counts = np.unique(steps.round()).astype(int).tolist()
-    compute_kept = build_removal(read_bundle(bundle), images, grid=grid, batch_size=_BATCH)
+    images = forward.images.detach()
+    compute_kept = build_removal(forward.reader, images, grid=forward.grid, batch_size=_BATCH)
     rows = torch.arange(len(images), device=images.device)
     # without the strongest evidence for the wrong answer, and more and more of it
     logits = [

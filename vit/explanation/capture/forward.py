@@ -33,7 +33,7 @@ from vit.explanation.capture.pooling import (
     capture_last_tokens,
     measure_pool_weights,
 )
-from vit.explanation.capture.reader import ModelReader, read_bundle, read_model
+from vit.explanation.capture.reader import ModelReader, read_model
 from vit.explanation.capture.tokens import Grid, draw_noise
 from vit.explanation.capture.verification import check_bypass, check_mixing, check_places
 from vit.explanation.targets import CLASS, Target
@@ -241,45 +241,44 @@ class Forward:
 # there is no graph in inference mode, and gradients and measured pool weights need one
 @torch.inference_mode(False)
 def run_forward(
-    model: nn.Module | ModelReader,
-    images: Images,
-    *,
-    gradients: bool = False,
-    verify: bool = True,
+    model: nn.Module | ModelReader, images: Images, *, gradients: bool = False
 ) -> Forward:
     """Run a classifier in evaluation mode and record what maps need; `gradients` keeps the graph
-    from the images on. Raise ValueError if something can't be read, or with `verify`, which one pass
-    of a model needs, if a check fails."""
+    from the images on. Raise ValueError if something can't be read, or if a check of a model that
+    isn't checked yet fails."""
     reader = read_model(model, images)
     # a new leaf, so that the caller's tensor gets no gradient
     images = images.detach().clone().requires_grad_(gradients)
-    one = images[:1].detach()
-    record = AttentionRecord(gradients=gradients, verify=verify)
+    record = AttentionRecord(gradients=gradients, verify=not reader.is_checked)
     with evaluation_mode(reader.model):
-        if verify and reader.source == "feature map":
-            check_feature_map(reader.model, one)
         run = _run_with_attention if reader.has_attention else _run_without_attention
         with torch.set_grad_enabled(gradients):
             forward = run(reader, images, record)
         if gradients:
             _check_graph(reader.model, forward.logits)
-        if verify and reader.has_attention:
-            # attention may be read right, and its product still be no map of this model
-            num_tokens = record.layers[0].num_tokens
-            check_places(reader, one, num_prefix=forward.num_prefix_tokens, grid=forward.grid)
-            check_bypass(reader, one, num_tokens)
-            check_mixing(reader, one, num_tokens)
-        if verify:
-            logits = forward.logits[:1].detach()
-            with torch.no_grad():
-                change = (compute_logits(reader.model, one) - logits).abs().max()
-            # one image and a batch are rounded differently
-            if change > 10 * find_tolerance(one) * logits.abs().max():
-                raise ValueError(
-                    f"two passes of {type(reader.model).__name__} over one image give different "
-                    "logits (dropout or a random mask in evaluation mode?), so no map explains it"
-                )
+        if not reader.is_checked:
+            _check_forward(forward, images[:1].detach())
     return forward
+
+
+def _check_forward(forward: Forward, image: Images) -> None:
+    """Raise ValueError if maps of a forward pass, whose first image this is, would be wrong:
+    attention may be read right, and its product still be no map of this model."""
+    reader = forward.reader
+    if reader.has_attention:
+        num_tokens = forward.record.layers[0].num_tokens
+        check_places(reader, image, num_prefix=forward.num_prefix_tokens, grid=forward.grid)
+        check_bypass(reader, image, num_tokens)
+        check_mixing(reader, image, num_tokens)
+    logits = forward.logits[:1].detach()
+    with torch.no_grad():
+        change = (compute_logits(reader.model, image) - logits).abs().max()
+    # one image and a batch are rounded differently
+    if change > 10 * find_tolerance(image) * logits.abs().max():
+        raise ValueError(
+            f"two passes of {type(reader.model).__name__} over one image give different "
+            "logits (dropout or a random mask in evaluation mode?), so no map explains it"
+        )
 
 
 def _check_graph(model: nn.Module, logits: Logits) -> None:
@@ -307,10 +306,13 @@ def _run_with_attention(reader: ModelReader, images: Images, record: AttentionRe
 
 def _run_without_attention(reader: ModelReader, images: Images, record: AttentionRecord) -> Forward:
     """Run a classifier, and record its last feature map if maps are read from one."""
+    has_feature_map = reader.source == "feature map"
+    if has_feature_map and not reader.is_checked:
+        check_feature_map(reader.model, images[:1].detach())
     with record_outputs(reader.model) as outputs:
         logits = compute_logits(reader.model, images)
     feature_map = places = None
-    if reader.source == "feature map":
+    if has_feature_map:
         ((_, feature_map),) = outputs
         places = order_channels(feature_map, images)
     if places is None:
@@ -330,10 +332,10 @@ def _run_without_attention(reader: ModelReader, images: Images, record: Attentio
 
 
 def settle_source(reader: ModelReader, images: Images) -> None:
-    """Find the source of maps of a model by its first image, its attention or else a feature map.
-    The reader keeps the answer, and why attention is refused. Raise ValueError if no maps are
-    right."""
-    if reader.recall(images):
+    """Find the source of maps of a model by its first image, its attention or else a feature map, if
+    that isn't done. The reader keeps the answer, and why attention is refused. Raise ValueError if
+    no maps are right."""
+    if reader.is_checked:
         return
     if reader.has_attention:
         try:
@@ -347,13 +349,15 @@ def settle_source(reader: ModelReader, images: Images) -> None:
             run_forward(reader, images[:1])
         except ValueError as error:
             raise ValueError(f"no maps: {reader.found.refusal}; {error}") from error
-    reader.keep(images)
+    reader.keep()
 
 
 def open_reader(bundle: Bundle) -> ModelReader:
-    """Return the reader of a bundle's model, with its source settled by an image of noise."""
-    reader = read_bundle(bundle)
-    settle_source(reader, draw_noise((1, *reader.image_shape), next(reader.model.parameters())))
+    """Return a reader of a bundle's model, with its source settled by an image of noise."""
+    size = bundle.preprocess.image_size
+    images = draw_noise((1, 3, *size), next(bundle.model.parameters()))
+    reader = read_model(bundle.model, images)
+    settle_source(reader, images)
     return reader
 
 

@@ -11,7 +11,6 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor, nn
 
-from vit.bundle import Bundle
 from vit.explanation.capture.discovery import (
     Discovered,
     LayerWatch,
@@ -49,32 +48,26 @@ _KEPT: WeakKeyDictionary[nn.Module, _Findings] = WeakKeyDictionary()
 
 
 class ModelReader:
-    """A model, for images [channels, height, width], and the parts of it that maps need. Each is
-    searched for when it is first needed. Wrappers of torch.compile, DistributedDataParallel and peft
-    are taken off."""
+    """A model, for images like these, and the parts of it that maps need. Each is searched for when
+    it is first needed. What an earlier reader of the module found is taken over if maps have passed
+    their checks and nothing changed. Wrappers of torch.compile, DistributedDataParallel and peft are
+    taken off."""
 
-    def __init__(self, model: nn.Module, image_shape: tuple[int, ...]) -> None:
+    def __init__(self, model: nn.Module, images: Images) -> None:
         self.model = unwrap_model(model)
-        self.image_shape = image_shape
-        self.found = _Findings()
-
-    def recall(self, images: Images) -> bool:
-        """Return whether maps have passed their checks for images like these, with this reader or
-        an earlier one of the module. If not, begin without findings."""
         self.image_shape = tuple(images.shape[1:])
-        description = _describe(self.model, images)
-        for found in (self.found, _KEPT.get(self.model)):
-            if found is not None and found.checked == description:
-                self.found = found
-                return True
-        self.found = _Findings()
-        return False
+        self._like = images[:0]
+        self.found = _KEPT.get(self.model, _Findings())
+        self.is_checked = self.found.checked == _describe(self.model, images)
+        if not self.is_checked:
+            self.found = _Findings()
 
-    def keep(self, images: Images) -> None:
+    def keep(self) -> None:
         """Note that maps have passed their checks, also for the next reader of the module, but no
         refusal: its reason may be the images, or weights that training changes."""
-        self.found.checked = _describe(self.model, images)
+        self.is_checked = True
         if self.has_attention:
+            self.found.checked = _describe(self.model, self._like)
             _KEPT[self.model] = self.found
 
     @property
@@ -211,17 +204,6 @@ def _describe(model: nn.Module, images: Images) -> list[Any]:
     return described
 
 
-def read_bundle(bundle: Bundle) -> ModelReader:
-    """Return the reader of a bundle's model, always the same."""
-    size = bundle.preprocess.image_size
-    reader: ModelReader = bundle.found.setdefault("reader", ModelReader(bundle.model, (3, *size)))
-    return reader
-
-
-def read_model(model: nn.Module | ModelReader, images: Tensor) -> ModelReader:
+def read_model(model: nn.Module | ModelReader, images: Images) -> ModelReader:
     """Return the reader of a model for images like these; a reader is returned as it is."""
-    if isinstance(model, ModelReader):
-        return model
-    reader = ModelReader(model, tuple(images.shape[1:]))
-    reader.recall(images)
-    return reader
+    return model if isinstance(model, ModelReader) else ModelReader(model, images)

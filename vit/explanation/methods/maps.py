@@ -42,19 +42,17 @@ def compute_maps(
     methods: Sequence[str] = ("rollout",),
     target: Target = CLASS,
     options: Mapping[str, object] | None = None,
-    verify: bool = True,
 ) -> tuple[Forward, Int[Tensor, "B T"], list[Maps]]:
     """Compute the maps of several methods from one recorded forward pass of normalised images.
     Return the pass, the classes [B, T], and the maps in the order of `methods`.
 
-    Raises ValueError if a method or option is unknown or the model can't be read. `verify` checks
-    that maps are the model's, if that isn't known, see `settle_source`.
+    Raises ValueError if a method or option is unknown, or the model can't be read, which is checked
+    once for a reader, see `settle_source`.
     """
     reader = read_model(model, images)
     # weights may be in half precision
     images = images.to(next(reader.model.parameters()).dtype)
-    if verify:
-        settle_source(reader, images)
+    settle_source(reader, images)
     options = options or {}
     chosen = find_methods(methods, reader, options=options)
     # each method once, also if it is part of several
@@ -71,7 +69,7 @@ def compute_maps(
             forward = None
             gradients = any(method.class_specific for method in computed)
             with LibraGradients() if libra else nullcontext():
-                forward = run_forward(reader, images, gradients=gradients, verify=False)
+                forward = run_forward(reader, images, gradients=gradients)
             forward.target = target
             if libra:
                 forward.target = replace(target, score=partial(_score_by_libra, target))
