@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tests.conftest import TINY_RUN, Launcher
 from vit.bundle import load_bundle
+from vit.data.dataset import ImageRule
 from vit.data.open import open_dataset, open_for_model
 
 MakeFolder = Callable[..., Path]
@@ -48,11 +49,10 @@ def test_folders_of_wordnet_ids_show_words(make_folder: MakeFolder) -> None:
     assert splits.split("train").class_names == words
     # a model keeps them, so that a part of the classes is named alike
     assert splits.renamed_classes == dict(zip(wnids, words, strict=True))
-    chosen = open_dataset("folder", root=root, classes=["n03126707", "chain saw"])
+    chosen = open_dataset("folder", root=root, rule=ImageRule(classes=["n03126707", "chain saw"]))
     assert chosen.split("train").class_names == ("chain saw", "crane")
 
     # names of the user's come first
-    own = open_dataset(
-        "folder", root=root, class_names={wnids[1]: "saw"}, classes=["saw", wnids[0]]
-    )
+    rule = ImageRule(class_names={wnids[1]: "saw"}, classes=["saw", wnids[0]])
+    own = open_dataset("folder", root=root, rule=rule)
     assert own.split("train").class_names == (wnids[0], "saw")

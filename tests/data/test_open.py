@@ -73,7 +73,7 @@ def test_new_images_move_few_others_between_splits(make_folder: MakeFolder) -> N
 
 
 def test_a_subset_of_classes_is_renumbered_in_the_sources_order() -> None:
-    source = open_dataset("digits", classes=["7", "3"]).split("all")
+    source = open_dataset("digits", rule=ImageRule(classes=["7", "3"])).split("all")
     assert source.class_names == ("3", "7")
     assert Counter(source.labels.tolist()) == {0: 183, 1: 179}
     assert source.labels[0] == 0  # the first 3 comes before the first 7
@@ -84,8 +84,11 @@ def test_a_subset_of_classes_is_renumbered_in_the_sources_order() -> None:
     [
         ({"name": "cifar11"}, "unknown data.name 'cifar11'; known: cifar10, "),
         ({"name": "digits", "split": "dev"}, "unknown split 'dev'; known: all, test, "),
-        ({"name": "digits", "classes": ["11", "1"]}, "unknown class of data.classes '11'"),
-        ({"name": "digits", "classes": ["1", "1"]}, "names fewer than two classes: '1'"),
+        (
+            {"name": "digits", "rule": ImageRule(classes=["11", "1"])},
+            "unknown class of data.classes '11'",
+        ),
+        ({"name": "digits", "rule": ImageRule(classes=["1"])}, "fewer than two classes: '1'"),
         ({"name": "folder"}, "data.name=folder needs data.root"),
         ({"name": "cifar10", "root": "/absent"}, "data.root /absent is not a folder"),
     ],
@@ -142,7 +145,8 @@ def test_an_empty_class_folder_is_named(make_folder: MakeFolder) -> None:
     (root / "empty").mkdir()
     with pytest.raises(ValueError, match="empty holds no images; remove it, or name others"):
         open_dataset("folder", root=root).split("train")
-    assert len(open_dataset("folder", root=root, classes=["cat", "dog"]).split("all")) == 20
+    two = ImageRule(classes=["cat", "dog"])
+    assert len(open_dataset("folder", root=root, rule=two).split("all")) == 20
 
 
 def test_imagenette_is_found_at_its_root_or_above_it_and_has_names(make_folder: MakeFolder) -> None:
@@ -153,7 +157,8 @@ def test_imagenette_is_found_at_its_root_or_above_it_and_has_names(make_folder: 
         assert source.class_names == ("tench", "parachute")
         assert source.ids[0] == "val/n01440764/0.png"
     for names in (["tench", "parachute"], ["n03888257", "n01440764"]):
-        chosen = open_dataset("imagenette", root=root, classes=names).split("train")
+        rule = ImageRule(classes=names)
+        chosen = open_dataset("imagenette", root=root, rule=rule).split("train")
         assert chosen.class_names == ("tench", "parachute")
 
 

@@ -238,7 +238,7 @@ def test_several_labels_are_read_where_the_user_says_so(
             ["train/a/0.png", "train/b/0.png", "val/0.png"],
             "val holds images in no folder of a class; move",
         ),
-        (["a/0.png"], "names fewer than two classes: 'a'"),
+        (["a/0.png"], "fewer than two classes: 'a'"),
         (["0.png", "1.png"], "find the class in their names with --label-by"),
         (["a/0.png", "b/0.txt"], "b holds no images; files not used: 1 (.txt); remove it"),
         (

@@ -2,7 +2,6 @@
 damaged ones a right result or one sentence, without starting a program."""
 
 import csv
-import gzip
 import io
 import random
 import sys
@@ -156,7 +155,8 @@ def write_parquet(root: Path, truth: dict[str, str], rng: random.Random) -> Plac
 
 
 def write_idx(root: Path, truth: dict[str, str], rng: random.Random) -> Place:
-    suffix = rng.choice(("", ".gz"))
+    folder = root / "MNIST" / "raw"
+    folder.mkdir(parents=True)
     greys = np.array([20 * int(number) for number in truth], np.uint8)
     names = sorted(set(truth.values()))
     labels = np.array([names.index(label) for label in truth.values()], np.uint8)
@@ -165,8 +165,7 @@ def write_idx(root: Path, truth: dict[str, str], rng: random.Random) -> Place:
         header = bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">u4").tobytes()
         content = header + array.tobytes()
         for split in ("train", "t10k"):
-            path = root / f"{split}-{kind}-ubyte{suffix}"
-            path.write_bytes(gzip.compress(content) if suffix else content)
+            (folder / f"{split}-{kind}-ubyte").write_bytes(content)
     return root, "mnist", {}
 
 

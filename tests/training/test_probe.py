@@ -15,6 +15,7 @@ import vit
 from tests.conftest import BuildOnce, Launcher, SaveModel
 from vit.bundle import load_bundle
 from vit.data.cache import decode_dataset
+from vit.data.dataset import ImageRule
 from vit.data.open import open_dataset
 from vit.data.preprocess import Preprocess
 from vit.model.model_file import read_model_file, write_model_file
@@ -75,7 +76,7 @@ def read_top1(run: Path) -> float:
 
 
 def test_the_model_file_gives_scikit_learns_probabilities(weights: Path, probe_alone: Path) -> None:
-    splits = open_dataset("digits", classes=["0", "1", "2"])
+    splits = open_dataset("digits", rule=ImageRule(classes=["0", "1", "2"]))
     train, test = (
         decode_dataset(splits.split(name), Preprocess((8, 8))) for name in ("train", "test")
     )

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 
-from vit.runtime.arguments import check_choice, shorten
+from vit.runtime.arguments import check_choice
 
 
 def sort_class_names(class_names: Iterable[str]) -> tuple[str, ...]:
@@ -20,27 +20,15 @@ def sort_class_names(class_names: Iterable[str]) -> tuple[str, ...]:
 
 
 def choose_classes(
-    class_names: Sequence[str], classes: Sequence[str], aliases: Mapping[str, str]
+    class_names: Sequence[str], classes: Sequence[str], words: Mapping[str, str]
 ) -> tuple[str, ...]:
-    """Choose the classes that `data.classes` keeps, each by its name or its alias, such as "tench"
-    for n01440764. Raises ValueError if one is unknown, or fewer than two are kept."""
-    class_of = {name: name for name in class_names} | {aliases[name]: name for name in class_names}
+    """Choose the classes that `data.classes` keeps, each by its name or in words, such as "tench"
+    for n01440764. Raises ValueError if one is unknown."""
+    known = {*class_names, *words.values()}
     for name in classes:
-        check_choice(name, class_of, name="class of data.classes")
+        check_choice(name, known, name="class of data.classes")
     # the order is that of the set, so that labels don't depend on how classes are listed
-    chosen = {class_of[name] for name in classes}
-    check_classes(chosen, origin="data.classes")
-    return tuple(name for name in class_names if name in chosen)
-
-
-def check_classes(class_names: Collection[str], *, origin: str) -> None:
-    """Raise ValueError, which begins with `origin`, if there are fewer than two classes."""
-    if len(class_names) < 2:
-        names = shorten(", ".join(map(repr, class_names)) or "none")
-        raise ValueError(
-            f"{origin} names fewer than two classes: {names}; name the folder that holds the"
-            " folders of classes, or add images of another class"
-        )
+    return tuple(name for name in class_names if {name, words[name]} & set(classes))
 
 
 def find_wordnet_names(class_names: Collection[str]) -> dict[str, str]:

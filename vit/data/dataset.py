@@ -1,4 +1,4 @@
-"""Labelled images of one split, and what a user asks a source of images for."""
+"""Labelled images of one split, and the rule by which the images of a source are found."""
 
 from __future__ import annotations
 
@@ -7,17 +7,15 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from vit.data.images import UNREADABLE
 from vit.data.label_sets import count_labels, number_label_sets
-from vit.data.sources.base import ImageReader, Root
+from vit.data.sources.base import ImageReader
 from vit.runtime.arguments import check_choice, shorten
-from vit.runtime.files import expand_home
 from vit.runtime.patterns import search_group
 
 # fields of `ImageRule` that are for folders and tables alone
@@ -197,6 +195,8 @@ class ImageRule:
     `vit.config.DataConfig`, which explains them. Raises ValueError for a wrong task or regular
     expression."""
 
+    classes: Sequence[str] | None = None
+    class_names: Mapping[str, str] | None = None
     label_by: str | None = None
     path_column: str | None = None
     label_column: str | None = None
@@ -220,18 +220,3 @@ class ImageRule:
     def finds_labels(self) -> bool:
         """True if it is for a folder or a table."""
         return any(getattr(self, name) is not None for name in LABEL_FIELDS)
-
-
-class Request(NamedTuple):
-    """The images that a source is asked for, see `vit.data.open.open_dataset`."""
-
-    root: Root
-    classes: Sequence[str] | None
-    download: bool
-    rule: ImageRule
-
-    @property
-    def place(self) -> Path:
-        """The root of a source that needs one."""
-        assert self.root is not None
-        return expand_home(self.root)

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vit.data.dataset import LABEL_FIELDS, ImageRule, Request
-from vit.data.sources import folders, huggingface, named, shards
+from vit.data.dataset import LABEL_FIELDS, ImageRule
+from vit.data.sources import folders, huggingface, shards
 from vit.data.sources.base import Listing, Root
+from vit.data.sources.named import NAMED, find_named
 from vit.data.sources.python_objects import FROM_PYTHON, find_python_objects
 from vit.data.sources.shards import is_remote
 from vit.data.sources.tables import find_table
@@ -17,44 +17,30 @@ from vit.runtime.arguments import HIDDEN, check_choice, hide_tokens
 from vit.runtime.files import expand_home
 from vit.runtime.places import explain_file, suggest
 
-# kind of a place → function that is true for one; the first that is true counts
-PLACES: Mapping[str, Callable[[str], bool]] = {
-    "huggingface": huggingface.is_place,
-    "webdataset": shards.is_place,
-    "folder": folders.is_folder,
+# data.name of images at a place → function that is true for such a place, of which the first
+# counts, and function that lists the images
+PLACES: Mapping[str, tuple[Callable[[str], bool], Callable[[Path | str, ImageRule], Listing]]] = {
+    "huggingface": (huggingface.is_place, huggingface.find_huggingface),
+    "webdataset": (shards.is_place, shards.find_shards),
+    "folder": (folders.is_folder, folders.find_folder),
 }
-# data.name → function that lists the images of a request
-SOURCES: Mapping[str, Callable[[Request], Listing]] = {
-    "huggingface": huggingface.find_huggingface,
-    "webdataset": shards.find_shards,
-    "folder": folders.find_folder,
-    "imagenet": named.find_imagenet,
-    **named.NAMED,
-}
-
-
-def is_named(name: str) -> bool:
-    """Return true for a data set that is known by its name alone."""
-    # an unknown set of torchvision is refused when it is opened
-    return (name in SOURCES and name not in PLACES) or name.startswith("torchvision:")
 
 
 def find_kind(data: object) -> str | None:
     """Return the `data.name` for a name, path, pattern or address of images; None without one."""
     text = str(data)
-    if is_named(text):
+    if text in NAMED:
         return text
-    return next((kind for kind, is_place in PLACES.items() if is_place(text)), None)
+    return next((kind for kind, (is_place, _) in PLACES.items() if is_place(text)), None)
 
 
 def require_kind(data: object) -> str:
     """Return the `data.name` of `find_kind`. Raises ValueError if no source knows the data."""
     kind = find_kind(data)
     if kind is None:
-        names = list(filter(is_named, SOURCES))
         problem = explain_file(str(data)) or (
-            f"{data} is not a data set ({', '.join(names)}), a table (.csv, .parquet), a"
-            f" folder or shards (.tar){suggest(str(data), names) or '; check the path'}"
+            f"{data} is not a data set ({', '.join(NAMED)}), a table (.csv, .parquet), a"
+            f" folder or shards (.tar){suggest(str(data), NAMED) or '; check the path'}"
         )
         raise ValueError(f"--data {problem}")
     return kind
@@ -64,40 +50,30 @@ def open_dataset(
     name: str,
     *,
     root: Root = None,
-    classes: Sequence[str] | None = None,
-    class_names: Mapping[str, str] | None = None,
     rule: ImageRule = ImageRule(),  # noqa: B008 (immutable)
     download: bool = True,
 ) -> DatasetSplits:
-    """Find a data set by its `data.name`. Raises ValueError if it or a class is unknown, and
-    OSError if the root is missing or a download fails.
-
-    Args:
-        root: Place where the data is or will be downloaded to.
-        classes: Classes to keep, by name or in words; None keeps all.
-        class_names: Class → its name in words, for some classes or all.
-        download: A published set that isn't on this machine may be downloaded.
-    """
+    """Find a data set by its `data.name`, at the place where it is or will be downloaded to, if that
+    is allowed. Raises ValueError if it or a class is unknown, and OSError if the root is missing or
+    a download fails."""
     if name == FROM_PYTHON:
         hint = "pass them as dataset=… again, or name other images with --data"
         raise ValueError(f"the images of this model were passed from Python; {hint}")
-    find: Callable[[Request], Listing]
-    if name.startswith("torchvision:"):
-        find = partial(named.find_torchvision, name)
-    else:
-        check_choice(name, SOURCES, name="data.name")
-        find = SOURCES[name]
+    check_choice(name, (*PLACES, *NAMED), name="data.name")
     if root is None and (name in PLACES or name == "imagenet"):
         raise ValueError(f"data.name={name} needs data.root, where the images are")
     if rule.finds_labels and name != "folder":
         text = "label_by and the names of columns are for folders and tables"
         raise ValueError(f"{text}, not for data.name={name}; leave them out")
-    listing = find(Request(root, classes, download, rule))
-    splits = number_listing(listing, rule, classes=classes, class_names=class_names)
-    return replace(splits, title=name_data(name, root))
+    if root is not None and name in PLACES:
+        _, find = PLACES[name]
+        listing = find(root, rule)
+    else:
+        listing = find_named(name, root, rule.classes, download=download)
+    return number_listing(listing, rule, name=name, title=name_data(name, root))
 
 
-def name_data(name: str, root: str | Path | None) -> str:
+def name_data(name: str, root: Root) -> str:
     """Return the name of a data set for readers: for own images that of their folder or file."""
     if not root or name not in PLACES:
         return name
@@ -118,7 +94,7 @@ def open_passed(
     listing = find_python_objects(
         dataset, class_names, split=split, model_classes=model_classes, task=rule.task
     )
-    splits = number_listing(listing, rule)
+    splits = number_listing(listing, rule, name=FROM_PYTHON, title=FROM_PYTHON)
     has_test = model_classes is not None and "test" in splits.own_splits
     return replace(splits, default_split="test" if has_test else "validation")
 
@@ -150,7 +126,6 @@ def open_for_model(
         for key in ("class_names", "corrections", "held_out")
         if isinstance(value := recorded.get(key), Mapping)
     }
-    known = {field.name: recorded[field.name] for field in fields(rule) if field.name in recorded}
     if data is None or _is_same(str(data), recorded):
         if "name" not in recorded:
             text = "this model doesn't say what it was trained on"
@@ -167,18 +142,17 @@ def open_for_model(
         # an address is saved without its token
         if data is not None and HIDDEN in str(place):
             place = data
-        is_asked_for = root is not None or (data is not None and not is_named(str(data)))
+        is_asked_for = root is not None or (data is not None and str(data) not in NAMED)
         if not is_asked_for and (is_remote(place) or str(place).startswith("hf:")):
             raise ValueError(
                 f"this model was trained on {place}, and the address in a model file is not opened"
                 f" unasked; name it: --data {place}, or IMAGES of vit explain"
             )
+        known = {each.name: recorded[each.name] for each in fields(rule) if each.name in recorded}
         splits = open_dataset(
             recorded["name"],
             root=place,
-            classes=recorded.get("classes"),
-            class_names=mappings.get("class_names"),
-            rule=ImageRule(**known),
+            rule=ImageRule(**{**known, "class_names": mappings.get("class_names")}),
             download=data is not None,
         )
         return replace(
@@ -189,25 +163,23 @@ def open_for_model(
         )
 
     kind = require_kind(data)
+    is_named = kind in NAMED
     # own classes are found as those of the training were
     if kind == "folder" and not rule.finds_labels:
         is_table = find_table(expand_home(str(data))) is not None
         shared = [name for name in LABEL_FIELDS if is_table == (name != "label_by")]
         found: dict[str, Any] = {name: recorded.get(name) for name in shared}
         rule = replace(rule, **found)
-    splits = open_dataset(
-        kind,
-        root=root if is_named(kind) else data,
-        class_names=mappings.get("class_names"),
-        rule=replace(rule, task=rule.task or recorded.get("task")),
-    )
-    has_test = is_named(kind) or "test" in splits.own_splits
+    task = rule.task or recorded.get("task")
+    rule = replace(rule, class_names=mappings.get("class_names"), task=task)
+    splits = open_dataset(kind, root=root if is_named else data, rule=rule)
+    has_test = is_named or "test" in splits.own_splits
     return replace(splits, default_split="test" if has_test else "all")
 
 
 def _is_same(data: str, recorded: Mapping[str, Any]) -> bool:
     """Return true if a model was trained on the images that `data` names."""
     root = recorded.get("root")
-    if is_named(data) or root is None:
+    if data in NAMED or root is None:
         return data == recorded.get("name")
     return expand_home(hide_tokens(data)).resolve() == expand_home(root).resolve()

@@ -13,7 +13,6 @@ from itertools import chain
 import numpy as np
 
 from vit.data.class_names import (
-    check_classes,
     choose_classes,
     find_wordnet_names,
     name_classes,
@@ -29,7 +28,7 @@ from vit.data.groups import (
     join_duplicates,
     rank_names,
 )
-from vit.data.label_sets import mark_labels
+from vit.data.label_sets import count_labels, mark_labels
 from vit.data.sources.base import Listing
 from vit.runtime.arguments import check_choice, shorten
 
@@ -223,63 +222,57 @@ class DatasetSplits:
         return replace(dataset, groups=groups)
 
 
-def number_listing(
-    listing: Listing,
-    rule: ImageRule,
-    *,
-    classes: Sequence[str] | None = None,
-    class_names: Mapping[str, str] | None = None,
-) -> DatasetSplits:
-    """Number the classes of a list, check them, and choose those that are kept.
-
-    Args:
-        classes: Classes to keep, by their names or in words; None keeps all.
-        class_names: Class → its name in words; None names WordNet's ids.
-
-    Raises:
-        ValueError: There are fewer than two classes, or a class has no training images.
-    """
-    ids = listing.reader.names
-    if not len(ids):
-        raise ValueError(f"{listing.origin} lists no images; check it")
-    splits = np.array(listing.splits or ["train"] * len(ids))
+def number_listing(listing: Listing, rule: ImageRule, *, name: str, title: str) -> DatasetSplits:
+    """Number the classes of a list, check them, and choose those that are kept. Raises ValueError
+    if there are fewer than two classes, or one has no training images."""
+    splits = np.array(listing.splits or ["train"] * len(listing.labels))
     are_sets = any(isinstance(label, tuple) for label in listing.labels)
     # labels of sets, or classes
-    each = chain.from_iterable(listing.labels) if are_sets else listing.labels
-    names = tuple(listing.class_names or sort_class_names(each))
-    check_classes(names, origin=listing.origin)
+    flat = chain.from_iterable(listing.labels) if are_sets else listing.labels
+    names = tuple(listing.class_names or sort_class_names(flat))
+    words = rule.class_names
+    if words is None:
+        words = find_wordnet_names(names)
     kept = names
-    if classes is not None:
-        aliases = name_classes(names, {**find_wordnet_names(names), **(class_names or {})})
-        kept = choose_classes(names, classes, aliases)
-    chosen = np.arange(len(ids))
+    if rule.classes is not None:
+        kept = choose_classes(names, rule.classes, name_classes(names, words))
+    chosen = np.arange(len(splits))
     if are_sets:
         labels = mark_labels(listing.labels, names)[:, [names.index(name) for name in kept]]
     else:
         place_of = {name: place for place, name in enumerate(kept)}
         labels = np.array([place_of.get(label, -1) for label in listing.labels], dtype=np.int64)
         chosen = np.flatnonzero(labels >= 0)
-        unknown = np.setdiff1d(labels[chosen], labels[splits == "train"])
-        if len(unknown) and "train" in splits:
-            is_wrong = labels == unknown[0]
+    is_trained = np.ones(len(kept), dtype=bool)
+    if "train" in splits:
+        training = chosen[splits[chosen] == "train"]
+        is_trained = count_labels(labels[training], len(kept)) > 0
+        counts = count_labels(labels[chosen], len(kept))
+        # an image may have other labels than one that occurs in no training image
+        untrained = np.flatnonzero(~is_trained & (counts > 0) & (not are_sets)).tolist()
+        if untrained:
             raise ValueError(
-                f"{listing.origin}: class {shorten(kept[unknown[0]])!r} has"
-                f" {int(is_wrong.sum()):,} images in the {splits[is_wrong][0]} split and none in"
-                " the train split; add some, or leave it out with data.classes"
+                f"{title}: class {shorten(kept[untrained[0]])!r} has {counts[untrained[0]]:,} images"
+                " in other splits and none in the train split; add some, or leave it out with"
+                " data.classes"
             )
+    if is_trained.sum() < 2:
+        used = shorten(", ".join(repr(kept[place]) for place in np.flatnonzero(is_trained)))
+        raise ValueError(
+            f"{title} has images of fewer than two classes: {used or 'none'}; name the folder that"
+            " holds the folders of classes, or add images of another class"
+        )
 
     notes = list(listing.notes)
     if {"validation", "test"} & set(splits) == {"validation"} and not listing.keeps_validation:
         splits[splits == "validation"] = "test"
         notes.append("val is the test split; validation images are held out of the others")
-    if class_names is None:
-        class_names = find_wordnet_names(kept)
-    renamed = name_classes(kept, class_names) if class_names else {}
+    renamed = name_classes(kept, words) if words else {}
     images = ImageDataset(
-        name=listing.name,
-        class_names=tuple(renamed.get(name, name) for name in kept),
+        name=name,
+        class_names=tuple(renamed.get(each, each) for each in kept),
         labels=labels,
-        ids=ids,
+        ids=listing.reader.names,
         reader=listing.reader,
         notes=tuple(notes),
         groups=listing.groups,
@@ -289,7 +282,7 @@ def number_listing(
     own_splits = dict.fromkeys(splits.tolist())
     chosen = np.concatenate([chosen[splits[chosen] == split] for split in own_splits])
     return DatasetSplits(
-        title=listing.name,
+        title=title,
         images=images.subset(chosen),
         marks=splits[chosen],
         rule=rule,

@@ -64,13 +64,7 @@ def build_dataset(
         # out for validation.
         rule = replace(rule, test_fraction=0.0, group_by=None, group_duplicates=False)
         return open_passed(user_dataset, class_names, rule=rule)
-    splits = open_dataset(
-        data.name,
-        root=data.root,
-        classes=data.classes,
-        class_names=data.class_names,
-        rule=rule,
-    )
+    splits = open_dataset(data.name, root=data.root, rule=rule)
     if corrections := read_corrections(data.corrections):
         splits = replace(splits, corrections=corrections)
         check_corrections(splits.split("all"), corrections)

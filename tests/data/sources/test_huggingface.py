@@ -98,7 +98,7 @@ def test_splits_without_labels_are_left_out(tmp_path: Path) -> None:
     # the Hub hides the labels of test images
     hidden = make_table(3, kind=datasets.Value("int64"), label=[-1] * 3)
     write_parquet(tmp_path / "test.parquet", hidden)
-    source = open_place(tmp_path, classes=["cow", "ant"]).split("all")
+    source = open_place(tmp_path, rule=ImageRule(classes=["cow", "ant"])).split("all")
     assert len(source) == 8
     assert "the split 'test' was left out" in source.notes
 
@@ -131,7 +131,7 @@ def test_it_is_trained_on_and_evaluated_by_its_path(tmp_path: Path, cli: Launche
     ("columns", "sentence"),
     [
         ({"label": [0.5, 1.0, 2.0]}, "labels of dataset are 0.5, 1.0, 2.0, not"),
-        ({"label": [1, 1, 1]}, "names fewer than two classes: '1'"),
+        ({"label": [1, 1, 1]}, "fewer than two classes: '1'"),
         ({"text": ["a"] * 3}, "train has image, text; call one of them label"),
         ({"picture": ["a"] * 3, "label": ["a"] * 3}, "call one of them image or img"),
         ({"image": [1.5] * 3, "label": ["a"] * 3}, "the column image is .*, no image"),

@@ -84,7 +84,7 @@ def test_damaged_shards_are_refused(tmp_path: Path) -> None:
         ):
             open_dataset("webdataset", root=tmp_path).split("train")
     write_shard(shard, [0, 0, 0])
-    with pytest.raises(ValueError, match="names fewer than two classes: '0'"):
+    with pytest.raises(ValueError, match="fewer than two classes: '0'"):
         open_dataset("webdataset", root=tmp_path).split("train")
     write_shard(shard, ["", "x", "y"])
     with pytest.raises(ValueError, match=r"has no label s000\.cls for the image s000"):

@@ -89,14 +89,11 @@ class ImageReader:
             return hash_bytes(os.fsencode(self.names[index]))
 
     def cache_key(self) -> bytes:
-        """Bytes that change when an image changes; no image of a file is decoded for it."""
+        """Bytes that change when an image changes; no image of a file is read for it."""
         stats = self.stats()
-        if stats is not None:
-            return stats.tobytes()
-        digest = hashlib.sha256()
-        for index in range(len(self)):
-            digest.update(np.asarray(self.image(index)).data)
-        return digest.digest()
+        if stats is None:
+            stats = np.array(list(map(self.digest, range(len(self)))), np.uint64)
+        return stats.tobytes()
 
 
 class ArrayReader(ImageReader):
@@ -131,9 +128,6 @@ class FileReader(ImageReader):
 class Listing:
     """The images of a source in all of its splits, as they are found."""
 
-    # the data.name, and the name of the list at the start of messages
-    name: str
-    origin: str
     # class of each image, a text; or the names of its labels, a tuple, where it may have several
     labels: Sequence[Any]
     # its names are the ids of the images: the path below the root, or a name such as "test/00012"

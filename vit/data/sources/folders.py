@@ -2,10 +2,10 @@
 a table in the folder."""
 
 import posixpath
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from vit.data.dataset import Request
+from vit.data.dataset import ImageRule
 from vit.data.images import is_image_name, is_system_folder
 from vit.data.sources.base import (
     SPLIT_OF,
@@ -22,18 +22,17 @@ from vit.runtime.patterns import search_group
 from vit.runtime.places import explain_file, suggest
 
 
-def find_folder(request: Request) -> Listing:
+def find_folder(root: Path | str, rule: ImageRule) -> Listing:
     """List a folder of the user's own images, or a table of them."""
-    rule = request.rule
-    path = request.place if is_table(request.place) else check_root(request.place)
     if rule.label_by is not None:
-        return find_by_name(path, rule.label_by)
-    table = find_table(path)
+        return _list_by_name(check_root(root), rule.label_by)
+    table = find_table(expand_home(root))
     if table is not None:
         return list_table(table, rule)
+    folder = check_root(root)
     if rule.finds_labels:
-        raise ValueError(f"{path} holds no labels.csv; give the path of the table")
-    return find_class_folders("folder", path, request.classes)
+        raise ValueError(f"{folder} holds no labels.csv; give the path of the table")
+    return list_folder(folder, rule.classes)
 
 
 def is_folder(place: str) -> bool:
@@ -53,75 +52,52 @@ def check_root(root: Path | str) -> Path:
     return folder
 
 
-def find_class_folders(name: str, root: Path, classes: Sequence[str] | None) -> Listing:
+def list_folder(root: Path, classes: Sequence[str] | None) -> Listing:
     """List the images below a folder: train/<class>/*, val/<class>/* and so on, or <class>/* alone,
-    which is all "train". Classes that aren't kept may be empty.
-
-    Raises:
-        ValueError: There are no images, or a folder may be a split or a class.
-    """
+    which is all "train". Classes that aren't kept may be empty. Raises ValueError if there are no
+    images, or a folder may be a split or a class."""
     split_of = find_split_folders(root)
-    unused: list[str] = []
+    beside = [each for each in _list_folders(root) if split_of and each not in split_of]
+    if others := [each for each in beside if any(map(is_image_name, list_below(root / each)))]:
+        raise ValueError(
+            f"{root} holds {' and '.join(split_of)}, which are names of splits, beside"
+            f" {shorten(', '.join(others))}; move these away, or rename those if they are classes"
+        )
     notes: list[str] = []
     # path of each image → its class and its split
     found: dict[str, tuple[str, str]] = {}
-    if split_of:
-        _check_others(root, list(split_of))
-        unused += _list_files(root)
-    for name_of_split, split in (split_of or {"": "train"}).items():
-        folder = root / name_of_split
-        unused += _list_files(folder)
-        class_names = list_classes(folder)
+    unused = _list_files(root)
+    for split_name, split in (split_of or {"": "train"}).items():
+        folder = root / split_name
+        if split_of:
+            unused += _list_files(folder)
+        class_names = _list_folders(folder)
         if not class_names and split_of:
             text = f"{folder} holds images in no folder of a class"
             if split != "test":
                 raise ValueError(f"{text}; move them into {folder.name}/<class>/")
             notes.append(f"{text}: they are not used, and test images are taken from the others")
         for class_name in class_names:
+            start = posixpath.join(split_name, class_name)
             files = list_below(folder / class_name)
-            images = [file for file in files if is_image_name(file)]
-            others = set(files) - set(images)
-            unused += others
-            # the training images say which classes there are
-            if not images and split == "train" and (classes is None or class_name in classes):
-                held = "; ".join(
-                    [f"{folder / class_name} holds no images", *describe_unused(others)]
-                )
-                raise ValueError(f"{held}; remove it, or name others in data.classes")
-            start = posixpath.join(name_of_split, class_name)
+            images = list(filter(is_image_name, files))
             found |= {f"{start}/{image}": (class_name, split) for image in images}
+            rest = set(files) - set(images)
+            unused += rest
+            # the training images say which classes there are
+            if not images and split == "train" and class_name in (classes or class_names):
+                held = [f"{folder / class_name} holds no images", *describe_unused(rest)]
+                raise ValueError(f"{'; '.join(held)}; remove it, or name others in data.classes")
     if not found:
         raise ValueError(
             f"{root} holds no images in folders of classes; move them into a folder for each class,"
             " name their table, unpack their archive, or find the class in their names with"
             " --label-by"
         )
-    return Listing(
-        name=name,
-        origin=f"{root}/<class>/<image>",
-        labels=[class_name for class_name, _ in found.values()],
-        reader=FileReader(root, list(found)),
-        splits=[split for _, split in found.values()],
-        read=describe_unused(unused),
-        notes=notes,
-    )
+    return _make_listing(root, found, unused, notes)
 
 
-def _check_others(root: Path, known: list[str]) -> None:
-    """Raise ValueError for folders of images beside those that are named like splits."""
-    others = [
-        name
-        for name in list_classes(root)
-        if name not in known and any(map(is_image_name, list_below(root / name)))
-    ]
-    if others:
-        raise ValueError(
-            f"{root} holds {' and '.join(known)}, which are names of splits, beside"
-            f" {shorten(', '.join(others))}; move these away, or rename those if they are classes"
-        )
-
-
-def find_by_name(root: Path, label_by: str) -> Listing:
+def _list_by_name(root: Path, label_by: str) -> Listing:
     """List images whose class a regular expression finds in their path below `root`. Those in its
     folders train/, val/ and test/ are these splits. Raises ValueError if it finds no class."""
     # before images are listed
@@ -129,27 +105,38 @@ def find_by_name(root: Path, label_by: str) -> Listing:
     files = list_below(root)
     paths = sorted(filter(is_image_name, files))
     labels = search_group(label_by, paths, name="data.label_by")
-    found = {path: label for path, label in zip(paths, labels, strict=True) if label}
-    origin = f"data.label_by {label_by!r}"
+    found = {
+        path: (label, SPLIT_OF.get(path.partition("/")[0].lower(), ""))
+        for path, label in zip(paths, labels, strict=True)
+        if label
+    }
     if not found:
         example = shorten(str(paths[:1]))
-        raise ValueError(f"{origin} finds no class in the paths below {root}, {example}")
+        text = f"data.label_by {label_by!r} finds no class in the paths below {root}"
+        raise ValueError(f"{text}, {example}")
     notes = []
     others = [path for path in paths if path not in found]
     if others:
         text = f"{len(others):,} images have no class by data.label_by and are not used"
         notes.append(f"{text}, such as {others[0]}")
-    splits = [SPLIT_OF.get(path.partition("/")[0].lower(), "") for path in found]
+    splits = {split for _, split in found.values()}
     # folders of other names would have no split
-    if not all(splits) or "train" not in splits:
-        splits = ["train"] * len(found)
+    if "" in splits or "train" not in splits:
+        found = {path: (label, "train") for path, (label, _) in found.items()}
+    return _make_listing(root, found, set(files) - set(paths), notes)
+
+
+def _make_listing(
+    root: Path,
+    found: Mapping[str, tuple[str, str]],
+    unused: Iterable[str],
+    notes: Sequence[str],
+) -> Listing:
     return Listing(
-        name="folder",
-        origin=origin,
-        labels=list(found.values()),
+        labels=[class_name for class_name, _ in found.values()],
         reader=FileReader(root, list(found)),
-        splits=splits,
-        read=describe_unused(set(files) - set(paths)),
+        splits=[split for _, split in found.values()],
+        read=describe_unused(unused),
         notes=notes,
     )
 
@@ -165,7 +152,7 @@ def check_not_inside(output: Path, root: Path) -> None:
         )
 
 
-def list_classes(folder: Path) -> list[str]:
+def _list_folders(folder: Path) -> list[str]:
     """List the folders in a folder that may be classes, sorted by name."""
     names = [entry.name for entry in sorted(folder.iterdir()) if entry.is_dir()]
     return [name for name in names if not is_system_folder(name) and not name.startswith("__")]

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from vit.data.dataset import Request
+from vit.data.dataset import ImageRule
 from vit.data.images import IMAGE_KEYS, LABEL_KEYS, find_key
 from vit.data.sources.base import SPLIT_OF, Listing
 from vit.data.sources.python_objects import find_class_names, find_python_objects
@@ -72,7 +72,7 @@ def _list_parquet(place: str) -> dict[str, list[str]]:
     return list_by_split(str(path), ".parquet") or list_by_split(str(path / "data"), ".parquet")
 
 
-def find_huggingface(request: Request) -> Listing:
+def find_huggingface(root: Path | str, rule: ImageRule) -> Listing:
     """List the data set "hf:NAME" or "hf:NAME:CONFIGURATION" of the Hub, or Parquet files.
 
     An image is in the column image or img; its class is in label, labels or class, as a text, a
@@ -80,8 +80,8 @@ def find_huggingface(request: Request) -> Listing:
     Splits without labels are left out. Raises ValueError if the library isn't installed, or there
     are no images and labels, and OSError if the data set can't be read.
     """
-    origin = f"data.root {request.root}"
-    tables = _load(str(request.root), default_cache_dir() / "datasets")
+    origin = f"data.root {root}"
+    tables = _load(str(root), origin=origin)
     rows = {name: Rows(table, name=f"{origin} {name}") for name, table in tables.items()}
     used = {
         name: each
@@ -92,34 +92,36 @@ def find_huggingface(request: Request) -> Listing:
         raise ValueError(f"{origin} has no labels in a split of {', '.join(SPLIT_OF)}")
     sets = {name.lower(): each for name, each in used.items()}
     try:
-        listing = find_python_objects(sets, None, task=request.rule.task)
+        listing = find_python_objects(sets, None, task=rule.task)
     except ValueError as error:
         raise ValueError(f"{origin}: {error}") from error
     listing.reader.names = [f"{name}/{row:05d}" for name in used for row in range(len(used[name]))]
     notes = [f"the split {name!r} was left out" for name in rows if name not in used]
-    return replace(listing, name="huggingface", origin=origin, keeps_validation=False, notes=notes)
+    return replace(listing, keeps_validation=False, notes=notes)
 
 
-def _load(root: str, cache_dir: Path) -> Any:
+def _load(root: str, *, origin: str) -> Any:
     """Open a data set: split → table, as the library names and maps them."""
     try:
         # an extra, which takes seconds to import
         import datasets
     except ImportError as error:
         hint = "pip install '.[datasets]' in the clone of vit"
-        raise ValueError(f"data.root {root} needs the library datasets; {hint}") from error
+        raise ValueError(f"{origin} needs the library datasets; {hint}") from error
     if not is_place(root):
-        raise ValueError(f"data.root {root} holds no Parquet files; check the path")
+        raise ValueError(f"{origin} holds no Parquet files; check the path")
     # the library takes names of files for patterns
     parquet = {split: list(map(glob.escape, files)) for split, files in _list_parquet(root).items()}
     name, _, configuration = root.removeprefix("hf:").partition(":")
-    options: dict[str, Any] = {"cache_dir": str(cache_dir)}
+    cache_dir = str(default_cache_dir() / "datasets")
     try:
         if parquet:
-            return datasets.load_dataset("parquet", data_files=parquet, batch_size=1000, **options)
+            return datasets.load_dataset(
+                "parquet", data_files=parquet, batch_size=1000, cache_dir=cache_dir
+            )
         with offline_if_unreachable():
-            return datasets.load_dataset(name, configuration or None, **options)
+            return datasets.load_dataset(name, configuration or None, cache_dir=cache_dir)
     except Exception as error:
         # the library, pyarrow and the client of the Hub raise errors of many types
         reason = shorten(first_line(error.__cause__ or error))
-        raise OSError(f"data.root {root} can't be read as a data set: {reason}") from error
+        raise OSError(f"{origin} can't be read as a data set: {reason}") from error

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from vit.data.class_names import check_classes, sort_class_names
+from vit.data.class_names import sort_class_names
 from vit.data.images import IMAGE_KEYS, LABEL_KEYS, find_key, open_pixels
 from vit.data.sources.base import SPLIT_OF, ImageReader, Listing, hash_stored
 from vit.runtime.arguments import as_tuple, shorten
@@ -32,9 +32,6 @@ class ItemReader(ImageReader):
 
     def digest(self, index: int) -> int:
         return int(self.places[index, 2])
-
-    def cache_key(self) -> bytes:
-        return self.places[:, 2].tobytes()
 
 
 def find_python_objects(
@@ -83,15 +80,8 @@ def find_python_objects(
     if not labels:
         raise ValueError("dataset holds no images; pass at least one")
     named, names = _name_labels(labels, known, task=task)
-    # a model that is evaluated knows its classes already
-    if model_classes is None and "train" in splits:
-        pairs = zip(named, splits, strict=True)
-        used = {each for label, name in pairs if name == "train" for each in as_tuple(label)}
-        check_classes(sorted(used), origin="dataset")
     ids = [f"{name}/{place[1]:06d}" for name, place in zip(splits, places, strict=True)]
     return Listing(
-        name=FROM_PYTHON,
-        origin="dataset",
         labels=named,
         reader=ItemReader(sets, ids, np.array(places, dtype=np.uint64)),
         splits=splits,

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from braceexpand import braceexpand
 
-from vit.data.dataset import Request
+from vit.data.dataset import ImageRule
 from vit.data.images import is_image_name
 from vit.data.sources.base import SPLIT_OF, ImageReader, Listing, read_stats
 from vit.runtime.arguments import first_line, hide_tokens, shorten
@@ -49,7 +49,7 @@ class ShardReader(ImageReader):
         return np.column_stack([sizes, read_stats(self.files)[shards], offsets])
 
 
-def find_shards(request: Request) -> Listing:
+def find_shards(place: Path | str, rule: ImageRule) -> Listing:
     """List the images of shards: those of a folder, see `list_by_split`, or of a pattern with globs
     or braces, also of addresses ("shards-{000..009}.tar", "s3://bucket/*.tar").
 
@@ -57,7 +57,7 @@ def find_shards(request: Request) -> Listing:
     `data.task=multilabel`. Raises ValueError for a damaged shard or a missing label, and OSError if
     there are no shards.
     """
-    root = os.path.expanduser(str(request.root)).rstrip("/")
+    root = os.path.expanduser(str(place)).rstrip("/")
     # split of each shard, its name, and its file
     if is_remote(root):
         pairs = _fetch_files(list(braceexpand(root)), default_cache_dir() / "remote")
@@ -73,7 +73,7 @@ def find_shards(request: Request) -> Listing:
     places: list[tuple[int, int, int]] = []
     for number, (split, shard, file) in enumerate(shards):
         for key, offset, size, label in _index(file, name=shard):
-            if request.rule.task == "multilabel":
+            if rule.task == "multilabel":
                 labels.append(tuple(filter(None, map(str.strip, label.split("|")))))
             elif label:
                 labels.append(label)
@@ -84,7 +84,7 @@ def find_shards(request: Request) -> Listing:
             splits.append(split)
     files = [file for _, _, file in shards]
     reader = ShardReader(files, names, np.array(places, dtype=np.int64))
-    return Listing(name="webdataset", origin=root, labels=labels, reader=reader, splits=splits)
+    return Listing(labels=labels, reader=reader, splits=splits)
 
 
 def is_place(place: str) -> bool:

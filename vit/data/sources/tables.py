@@ -132,8 +132,6 @@ def list_table(path: Path, rule: ImageRule) -> Listing:
         # an image without a group is one
         groups = [row[group[0]] or file for file, row in kept.items()]
     return Listing(
-        name="folder",
-        origin=str(path),
         labels=[label for _, label, _ in found.values()],
         reader=FileReader(path.parent, list(found)),
         splits=[name for _, _, name in found.values()],
