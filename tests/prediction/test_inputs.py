@@ -9,8 +9,8 @@ from PIL import Image
 
 from vit.data.images import list_images, read_image
 from vit.data.open import open_dataset
-from vit.data.sources.tables import list_inputs
 from vit.prediction.image_predictor import _open_image
+from vit.prediction.predict import list_inputs
 
 _COUNT = 5
 
@@ -42,29 +42,6 @@ def read(images: Any) -> list[tuple[str, int | None]]:
         except (ValueError, OSError):
             found.append((name, None))
     return found
-
-
-def write_table(photos: Path, suffix: str, labels: str) -> Path:
-    rows = [(f"{number}.png", "cat") for number in (*range(_COUNT), 9)]
-    path = photos / f"table{suffix}"
-    sign = ";" if suffix == ".csv" else "\t"
-    lines = [("image", labels), *rows]
-    path.write_text("".join(f"{sign.join(row[: 1 + bool(labels)])}\n" for row in lines))
-    return path
-
-
-EXPECTED = [0, 1, None, 3, 4]
-
-
-@pytest.mark.parametrize("suffix", [".csv", ".tsv"])
-@pytest.mark.parametrize("labels", ["label", ""])
-def test_tables_with_and_without_labels(photos: Path, suffix: str, labels: str) -> None:
-    table = write_table(photos, suffix, labels)
-    found = read(table)
-    assert [grey for _, grey in found] == [*EXPECTED, None]
-    assert [name for name, _ in found[:_COUNT]] == [
-        str(photos / f"{number}.png") for number in range(_COUNT)
-    ]
 
 
 def test_paths_and_images_in_memory_are_mixed(photos: Path) -> None:

@@ -32,7 +32,7 @@ def predict(
     An unreadable image gets a line with an error. If none can be read, the exit code is 1.
 
     Args:
-        images: Files, folders or tables, or - for a list of them on standard input. Models before
+        images: Files or folders, or - for a list of them on standard input. Models before
             them (runs, model files, timm:NAME) are averaged with MODEL.
         top_k: Classes for each image. None: 5.
         engine: local, or ray: a cluster, which reads folders, .csv, Parquet and addresses, and
@@ -110,15 +110,15 @@ def take_models(model: str, images: Sequence[str]) -> tuple[list[str], list[str]
 def check_images(models: Sequence[str], paths: Sequence[str]) -> None:
     """Raise the error of a model that isn't one; of the first path if none of them can hold images;
     and of a folder without images that is named alone."""
-    # yaml, which `vit --help` does without
-    from vit.data.sources.tables import list_inputs
+    # Pillow, which `vit --help` does without
+    from vit.data.images import list_images
 
     for model in models:
         find_model(model)
     if not paths:
         raise ValueError(f"{models[-1]} is a model; name images after it")
     if len(paths) == 1 and os.path.isdir(paths[0]):
-        next(list_inputs(paths[0]), None)
+        next(list_images(paths[0]), None)
     known = (path for path in paths if path == "-" or os.path.lexists(path))
     if all(map(explain_file, known)):
         first = paths[0]

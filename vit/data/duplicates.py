@@ -44,12 +44,9 @@ def compute_dhash(image: Image.Image) -> int:
 def find_duplicates(
     hashes: np.ndarray, training_hashes: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Find images that were in training, also mirrored. Exact pairs are certain, near ones are
-    suspects. Flat images, whose hashes are nearly all zeros or ones, are compared by pixels only.
-
-    Args:
-        hashes: uint64 [2, n], `hash_pixels` and `compute_dhash` of each image that is searched.
-        training_hashes: uint64 [2, m], the same of the training images.
+    """Find images that were in training, also mirrored, by the `hash_pixels` and `compute_dhash` of
+    each, uint64 [2, n] and [2, m]. Exact pairs are certain, near ones are suspects. Flat images,
+    whose hashes are nearly all zeros or ones, are compared by pixels only.
 
     Returns:
         Pairs with the same pixels, and pairs with other pixels and the closest perceptual hash;

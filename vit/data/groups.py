@@ -36,10 +36,8 @@ def find_groups(dataset: ImageDataset, group_by: int | str) -> tuple[str, ...]:
         pattern = f"([^/]+)(?:/[^/]+){{{pattern}}}$"
     names = search_group(pattern, dataset.ids, name="data.group_by")
     if not any(names):
-        raise ValueError(
-            f"data.group_by {shorten(repr(group_by))} finds no group in paths such as"
-            f" {shorten(dataset.ids[0])!r}; try another one"
-        )
+        text = f"data.group_by {shorten(repr(group_by))} finds no group in paths such as"
+        raise ValueError(f"{text} {shorten(dataset.ids[0])!r}; try another one")
     return tuple(name or image_id for name, image_id in zip(names, dataset.ids, strict=True))
 
 
@@ -73,12 +71,6 @@ def join_duplicates(
 
     Near-copies that would join more than a tenth of a class, and more than ten images, aren't
     joined: only equal pixels are. A class that would have fewer groups than splits keeps its own.
-
-    Args:
-        groups: Group of each image.
-        labels: Class of each image, int64 [n].
-        hashes: See `hash_images`.
-        num_splits: Number of splits into which the images are divided.
 
     Returns:
         Group of each image, the number of images that have a copy in their group, and of those that
@@ -144,30 +136,20 @@ def choose_whole_groups(
     salt: str,
     num_splits: int = 2,
 ) -> np.ndarray:
-    """Choose whole groups that have about a fraction of every class.
+    """Choose whole groups that have about a fraction of every class, bool [n], from the group and
+    the class of each image. Each class should have a group in `num_splits` splits: the chosen one,
+    those that will be chosen from the other images, and the training images.
 
     If the choice of `_draw_groups` lacks a class that has enough groups, or leaves too few of them,
-    the best of other orders is taken.
-
-    Args:
-        groups: Group of each image.
-        labels: Class of each image, int64 [n].
-        fraction: Fraction of the images to choose.
-        salt: Text that decides the orders.
-        num_splits: Splits that a class should have a group in: the chosen one, those that will be
-            chosen from the other images, and the training images.
-
-    Returns:
-        Mask of the images, bool [n].
+    the best of other orders is taken. The salt decides the orders.
     """
     members: dict[str, Counter[int]] = {}
     for group, label in zip(groups, labels.tolist(), strict=True):
         members.setdefault(group, Counter())[label] += 1
     num_groups = Counter(label for counts in members.values() for label in counts)
     draws: list[tuple[int, int, Set[str]]] = []
-    for draw in range(_NUM_DRAWS):
-        others = f":{draw}" if draw else ""
-        chosen, distance = _draw_groups(members, fraction, salt + others, num_groups, draw > 0)
+    for order in (salt, *(f"{salt}:{draw}" for draw in range(1, _NUM_DRAWS))):
+        chosen, distance = _draw_groups(members, fraction, order, num_groups, again=order != salt)
         num_chosen = Counter(label for group in chosen for label in members[group])
         # classes that lack a group on either side
         num_lacking = sum(
@@ -176,7 +158,7 @@ def choose_whole_groups(
             if count >= num_splits
         )
         draws.append((num_lacking, distance, chosen))
-        if draw == 0 and not (fraction and num_lacking):
+        if order == salt and not (fraction and num_lacking):
             break
     _, _, best = min(draws, key=lambda found: found[:2])
     return np.array([group in best for group in groups])
@@ -187,24 +169,19 @@ def _draw_groups(
     fraction: float,
     salt: str,
     num_groups: Mapping[int, int],
+    *,
     again: bool,
 ) -> tuple[Set[str], int]:
-    """Choose groups in the order of the hashes of (salt, group) if they bring the numbers of their
+    """Choose groups of `members`, group → class → number of images, and return by how many images
+    of all classes they miss the fraction, too.
+
+    Groups are chosen in the order of the hashes of (salt, group) if they bring the numbers of their
     classes nearer to the fraction. Then a class without a chosen group gets its smallest one, if
-    that leaves some; at least one group of every class is not chosen.
-
-    Args:
-        members: Group → class → number of its images.
-        num_groups: Number of groups of each class.
-        again: The first order has failed. The class with the fewest groups then gets its smallest
-            one first, and one that leaves none is passed over for the next.
-
-    Returns:
-        The groups, and by how many images of all classes they miss the fraction.
+    that leaves some; at least one group of every class is not chosen. If the first order has failed,
+    `again`, the class with the fewest groups gets its smallest one first, and one that leaves none
+    is passed over for the next.
     """
-    left: Counter[int] = Counter()
-    for counts in members.values():
-        left += counts
+    left = sum(members.values(), Counter[int]())
     # images that each class still lacks: at least one is chosen, but never all of a class
     lacking = {
         label: min(max(round(fraction * size), fraction > 0), size - 1)

@@ -248,13 +248,14 @@ def number_listing(listing: Listing, rule: ImageRule, *, name: str, title: str) 
         training = chosen[splits[chosen] == "train"]
         is_trained = count_labels(labels[training], len(kept)) > 0
         counts = count_labels(labels[chosen], len(kept))
-        # an image may have other labels than one that occurs in no training image
-        untrained = np.flatnonzero(~is_trained & (counts > 0) & (not are_sets)).tolist()
-        if untrained:
+        lacking = np.flatnonzero(~is_trained & (counts > 0)).tolist()
+        # an image may have labels besides one that no training image has
+        if lacking and not are_sets:
+            is_wrong = labels == lacking[0]
             raise ValueError(
-                f"{title}: class {shorten(kept[untrained[0]])!r} has {counts[untrained[0]]:,} images"
-                " in other splits and none in the train split; add some, or leave it out with"
-                " data.classes"
+                f"{title}: class {shorten(kept[lacking[0]])!r} has {is_wrong.sum():,} images in the"
+                f" {splits[is_wrong][0]} split and none in the train split; add some, or leave it"
+                " out with data.classes"
             )
     if is_trained.sum() < 2:
         used = shorten(", ".join(repr(kept[place]) for place in np.flatnonzero(is_trained)))

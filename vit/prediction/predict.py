@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
 from vit.bundle import ModelLike, Models, keeps_mode, open_model
-from vit.data.images import ImageInputs
-from vit.data.sources.tables import list_inputs
+from vit.data.images import ImageInputs, list_images
 from vit.model.logits import count_features
 from vit.prediction.image_predictor import Predictor, decode_batches
 from vit.prediction.predictor import BatchPredictor, Pixels, read_from
@@ -34,8 +34,8 @@ def predict(
     Args:
         model: See `vit.evaluate`.
         images: Files, folders, PIL images, uint8 arrays [H, W, 3] or
-            [n, H, W, 3], or one of them; also tables that name images, and
-            data sets in Python. Labels aren't needed.
+            [n, H, W, 3], or one of them; also data sets in Python. Labels
+            aren't needed.
         top_k: Classes for each image.
         output: File to write as predictions are made: FILE.jsonl or FILE.csv.
             The result then holds no predictions.
@@ -69,6 +69,13 @@ def predict(
         precision=precision,
     )
     return PredictionResult([each for each in predictions if output is None])
+
+
+def list_inputs(images: ImageInputs) -> Iterator[tuple[str, str | Image.Image]]:
+    """Yield the name of each image, and its path or the upright image, as they are needed. Raises
+    ValueError or OSError for a single folder without images."""
+    for number, image in enumerate(list_images(images)):
+        yield (image if isinstance(image, str) else f"image {number}"), image
 
 
 def iterate_predictions(

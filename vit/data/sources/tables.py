@@ -1,4 +1,4 @@
-"""CSV tables of image files, with or without their classes.
+"""CSV tables of image files and their classes.
 
 A table is read as it is written. A column with another name than the known ones is named by the
 user, and an image is found by its path, its file name, or its name without the suffix.
@@ -8,24 +8,14 @@ import csv
 import io
 import os
 import posixpath
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, compress
 from pathlib import Path
 
-from PIL import Image
-
 from vit.data.dataset import ImageRule
-from vit.data.images import ImageInputs, is_image_name, iterate_images, list_images
-from vit.data.sources.base import (
-    SPLIT_OF,
-    FileReader,
-    Listing,
-    describe_unused,
-    list_below,
-)
+from vit.data.images import is_image_name
+from vit.data.sources.base import SPLIT_OF, FileReader, Listing, describe_unused, list_below
 from vit.runtime.arguments import check_choice, shorten
-from vit.runtime.files import expand_home
 
 _SUFFIXES = (".csv", ".tsv", ".txt")
 # files that are the table of their folder, whatever else is there
@@ -53,8 +43,8 @@ def find_table(root: Path) -> Path | None:
 
 def read_table(path: Path) -> tuple[dict[int, Row], list[str]]:
     """Read a table: UTF-8, UTF-16 with its mark, or Windows-1252. The first line is the header, and
-    the sign that is most frequent in it divides the columns. Return the number of the line of each
-    row → the row, and warnings. Raises ValueError for a damaged one."""
+    the sign that is most frequent in it divides the columns. Return line number → row, and
+    warnings. Raises ValueError for a damaged one."""
     content = path.read_bytes()
     notes = []
     try:
@@ -63,21 +53,19 @@ def read_table(path: Path) -> tuple[dict[int, Row], list[str]]:
     except UnicodeDecodeError:
         text = content.decode("cp1252", "replace")
         notes = [f"{path.name} is not UTF-8 and was read as Windows-1252; check accented letters"]
-    if "\0" in text:
-        raise ValueError(f"{path} holds zero bytes, no text; save it as CSV (UTF-8)")
-    header = shorten(text.partition("\n")[0], 100)
-    delimiter = max(",;\t|", key=text.partition("\n")[0].count)
+    header = text.partition("\n")[0]
+    delimiter = max(",;\t|", key=header.count)
     reader = csv.DictReader(io.StringIO(text, newline=""), restval="", delimiter=delimiter)
     rows: dict[int, Row] = {}
     try:
         # spaces around values count nowhere
         columns = [name.strip() for name in reader.fieldnames or ()]
         if len(set(columns)) < len(columns):
-            raise ValueError(f"two columns of {header} have one name; rename one")
+            raise ValueError("two columns have one name; rename one")
         for row in reader:
             # where the reader puts values that are too many
             if None in row:
-                text = f"line {reader.line_num} has more values than the header ({header})"
+                text = f"line {reader.line_num} has more values than the header"
                 raise ValueError(f"{text}; quote values that hold {delimiter!r}")
             if any(row.values()):
                 values = map(str.strip, row.values())
@@ -97,8 +85,8 @@ def list_table(path: Path, rule: ImageRule) -> Listing:
     known = list(next(iter(rows.values())))
     used = _find_columns(path, known, rule)
     ways = [f"{what} in {', '.join(map(repr, names))}" for what, names in used.items() if names]
-    way = f"{path.name}: {', '.join(ways)}"
     unread = [name for name in known if name not in chain(*used.values())]
+    way = f"{path.name}: {', '.join(ways)}"
     if unread:
         way += f"; columns not read: {shorten(', '.join(unread))}"
 
@@ -121,11 +109,9 @@ def list_table(path: Path, rule: ImageRule) -> Listing:
             problems.append(f"line {line}: {error}")
     if problems:
         more = len(problems) - _MAX_LISTED
-        rest = f"; {more:,} rows more" if more > 0 else ""
-        raise ValueError(
-            f"{path} {'; '.join(problems[:_MAX_LISTED])}{rest}. Correct or remove these rows. Read:"
-            f" {way}"
-        )
+        if more > 0:
+            problems[_MAX_LISTED:] = [f"{more:,} rows more"]
+        raise ValueError(f"{path} {'; '.join(problems)}. Correct or remove these rows. Read: {way}")
     kept = {file: rows[line] for file, (line, _, _) in found.items()}
     groups = None
     if any(row[name] for name in group for row in kept.values()):
@@ -160,13 +146,13 @@ def _find_columns(path: Path, columns: Sequence[str], rule: ImageRule) -> dict[s
             f" name the right one with --{known[0]}-column"
         )
 
-    marks = [rule.label_column]
+    labels = [rule.label_column]
     if rule.label_column is not None and rule.label_column not in columns:
         # a column of 0 and 1 for each class
-        marks = [name.strip() for name in rule.label_column.split(",")]
+        labels = [name.strip() for name in rule.label_column.split(",")]
     return {
         "images": find(rule.path_column, _PATHS),
-        "classes": [name for mark in marks for name in find(mark, _LABELS)],
+        "classes": [name for label in labels for name in find(label, _LABELS)],
         "split": find(rule.split_column, ("split",), optional=True),
         "group": find(rule.group_column, ("group",), optional=True),
     }
@@ -199,8 +185,7 @@ def _make_finder(root: Path, files: Sequence[str]) -> Callable[[str], str]:
 
 
 def _read_label(row: Row, columns: Sequence[str], *, several: bool) -> str | tuple[str, ...]:
-    """Return the class of a row, or its labels if an image may have several. Raises ValueError for
-    anything else."""
+    """Return the class of a row, or its labels if an image may have several."""
     value = row[columns[0]]
     # several labels in one text have | between them
     labels = [text for part in value.split("|") if (text := part.strip())]
@@ -218,40 +203,3 @@ def _read_label(row: Row, columns: Sequence[str], *, several: bool) -> str | tup
             " data.task=multilabel"
         )
     return value
-
-
-def list_inputs(images: ImageInputs) -> Iterator[tuple[str, str | Image.Image]]:
-    """Yield the name of each of the `images` of `vit.predict`, and its path or the upright image, as
-    they are needed. Raises ValueError or OSError for a single folder without images, or a table."""
-    is_list = isinstance(images, Iterable) and not hasattr(images, "__array__")
-    several: Iterable[ImageInputs] = [images]
-    if is_list and not isinstance(images, str | Path | Image.Image | Mapping):
-        several = iterate_images(images)
-    number = 0
-    for image in several:
-        if not isinstance(image, str | Path):
-            listed = list_images(image)
-        elif is_table(expand_home(image)):
-            listed = _list_rows(expand_home(image))
-        else:
-            # in a list, reading a folder says why it has no images
-            listed = list_images(image if image is images else [image])
-        for each in listed:
-            yield (each if isinstance(each, str) else f"image {number}"), each
-            number += 1
-
-
-def _list_rows(path: Path) -> Iterator[str | Image.Image]:
-    """Yield the image file that each row of a table names, whether it has labels or not; what is
-    written where there is no such file."""
-    rows, _ = read_table(path)
-    columns = [name for name in next(iter(rows.values())) if name.lower() in _PATHS]
-    if not columns:
-        raise ValueError(f"{path} has no column {', '.join(_PATHS)}; name one so")
-    find_file = _make_finder(path.parent, list_below(path.parent))
-    for row in rows.values():
-        written = row[columns[0]]
-        # reading the file names the fault
-        with suppress(ValueError):
-            written = find_file(written)
-        yield os.path.join(path.parent, written)
