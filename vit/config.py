@@ -1,7 +1,7 @@
 """Every setting of a run, typed, on one page.
 
 A configuration is a YAML file plus `key.path=value` overrides, validated once. Only `vit/training/`
-and the commands use this schema: all other code takes values as plain arguments.
+uses this schema: all other code takes plain values.
 """
 
 import copy
@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo
 from pydantic.functional_validators import field_validator, model_validator
 
-from vit.runtime.arguments import Precision, as_pair, hide_tokens, resolve_image_sizes, shorten
+from vit.runtime.arguments import Precision, as_pair, hide_tokens, shorten
 from vit.runtime.documents import read_yaml
 from vit.runtime.files import expand_home
 
@@ -28,15 +28,23 @@ DropRate = Annotated[float, Field(ge=0, lt=1)]
 
 
 def _check_rising(values: Any) -> Any:
-    """Refuse values that don't rise, and rows [end, value] whose ends don't."""
+    """Refuse values, or ends of rows [end, value], that don't rise."""
     ends = [value[0] if isinstance(value, tuple) else value for value in values]
     if ends != sorted(set(ends)):
         raise ValueError(f"{ends} must rise")
     return values
 
 
+def _make_absolute(place: str) -> str:
+    """Make a path absolute. Addresses and patterns stay as they are written."""
+    path = expand_home(place).absolute()
+    if not os.path.exists(path) and re.search(r"[*?\[{:]|\.tar", place):
+        return place
+    return str(path)
+
+
 _RISING = AfterValidator(_check_rising)
-AbsolutePath = Annotated[Path, AfterValidator(lambda path: expand_home(path).absolute())]
+Place = Annotated[str, AfterValidator(_make_absolute)]
 
 
 class _Section(BaseModel):
@@ -46,10 +54,13 @@ class _Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _refuse_true_as_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse true and false where a number is wanted: pydantic would take them as 1 and 0."""
+    def _check_kind(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse true and false where a number is wanted: pydantic would take them as 1 and 0. A
+        path becomes text."""
+        if isinstance(value, Path):
+            return str(value)
         kind = cls.model_fields[str(info.field_name)].annotation
-        if isinstance(value, bool) and kind is not bool and bool not in get_args(kind):
+        if isinstance(value, bool) and bool not in (kind, *get_args(kind)):
             raise ValueError("true and false are not values of this key")
         return value
 
@@ -59,7 +70,7 @@ class DataConfig(_Section):
 
     name: str = "digits"
     # folder of the images; shard pattern or address of a webdataset
-    root: str | None = None
+    root: Place | None = None
     # see --label-by of vit train, and so on
     label_by: str | None = None
     path_column: str | None = None
@@ -73,7 +84,7 @@ class DataConfig(_Section):
     # {class: name}, in words
     class_names: dict[str, str] | None = None
     # corrected labels: {path: class} or {path: cat|dog}, or the corrections.csv of vit audit
-    corrections: AbsolutePath | dict[str, str] | None = None
+    corrections: Place | dict[str, str] | None = None
     # null: that of the weights (model.init)
     image_size: int | tuple[int, int] | None = 32
     # crop / resized side; None: the model's or 1
@@ -100,7 +111,6 @@ class DataConfig(_Section):
     pipeline: Literal["auto", "resident", "cached", "workers", "tokens"] = "auto"
     # processes that decode images; None: one for each core, at most 16
     workers: int | None = Field(None, ge=0)
-    # largest fraction of unreadable images
     max_unreadable_fraction: float = Field(0.05, ge=0, le=1)
 
     @property
@@ -109,17 +119,6 @@ class DataConfig(_Section):
         if self.image_size is None:
             raise ValueError("data.image_size=null takes that of the weights: set model.init, too")
         return as_pair(self.image_size, name="data.image_size")
-
-    @field_validator("root")
-    @classmethod
-    def _absolute_root(cls, root: str | None) -> str | None:
-        """Make a path absolute, so that it is the same from every directory. Addresses and patterns
-        stay as they are written."""
-        if root is None:
-            return None
-        path = expand_home(root).absolute()
-        is_written_out = os.path.exists(path) or not re.search(r"[*?\[{:]|\.tar", root)
-        return str(path) if is_written_out else root
 
 
 class AugmentConfig(_Section):
@@ -133,7 +132,7 @@ class AugmentConfig(_Section):
     # side of the square, pixels
     cutout: int = Field(0, ge=0)
     color_jitter: float = Field(0.0, ge=0)
-    # alpha of the Beta distribution, as that of cutmix
+    # alphas of Beta distributions
     mixup: float = Field(0.0, ge=0)
     cutmix: float = Field(0.0, ge=0)
     # fraction of the run after which mixup and cutmix stop
@@ -164,8 +163,7 @@ class ModelConfig(_Section):
     reg_tokens: int = Field(0, ge=0, le=8)
     qk_norm: bool = False
     drop_path_rate: float = Field(0.0, ge=0, lt=1)
-    # with init: a linear probe chooses the last block, pooling and head, on all training images or
-    # a number of them
+    # with init: a linear probe of all training images, or a number, chooses block, pooling and head
     probe: bool | Annotated[int, Field(gt=1)] = False
     # backbone: train the head only; N: freeze N blocks
     freeze: Literal["none", "backbone"] | Annotated[int, Field(ge=0)] = "none"
@@ -185,7 +183,7 @@ class OptimizerConfig(_Section):
 
 
 class ScheduleConfig(_Section):
-    """The learning rate during the run, which changes after every batch."""
+    """The learning rate during the run."""
 
     # constant-cooldown: constant, then linear to 0 in the last quarter
     name: Literal["cosine", "linear", "constant-cooldown"] = "cosine"
@@ -196,7 +194,6 @@ class TrainConfig(_Section):
     """The training loop."""
 
     epochs: int = Field(10, gt=0)
-    # the run ends after this number of steps
     max_steps: int | None = Field(None, gt=0)
     # time limit in minutes: a slow run gets fewer steps
     max_minutes: float | None = Field(None, gt=0)
@@ -215,18 +212,15 @@ class TrainConfig(_Section):
     # largest L2 norm of the gradients
     clip_grad: float | None = Field(None, gt=0)
     ema_decay: float | None = Field(None, gt=0, lt=1)
-    # scale of data.image_size until a fraction of the run: [[0.6, 0.75], [1, 1]] is 3/4 of the side
-    # until 60 %
+    # [[0.6, 0.75], [1, 1]]: 3/4 of data.image_size until 60 % of the run, then all of it
     image_sizes: Annotated[list[tuple[Fraction, Fraction]], _RISING] | None = None
-    # fraction of patches left out until a fraction of the run: [[0.8, 0.5], [1, 0]] is half of them
-    # until 80 %
+    # [[0.8, 0.5], [1, 0]]: half of the patches are left out until 80 % of the run
     patch_drop_rates: Annotated[list[tuple[Fraction, DropRate]], _RISING] | None = None
     grad_checkpointing: bool = False
     # auto: weights if the largest class has over 5 times the images of the smallest
     class_balance: Literal["none", "weights", "auto"] = "none"
-    # validation measure that chooses the best model; several labels have map (mean average
-    # precision) instead of top1
-    select_by: Literal["top1", "macro_f1", "map"] = "top1"
+    # measure that chooses the best model; for several labels top1 is the mean average precision
+    select_by: Literal["top1", "macro_f1"] = "top1"
     evaluate_every_epochs: int = Field(1, gt=0)
     # steps between checkpoints, besides those after an evaluation
     checkpoint_every_steps: int | None = Field(None, gt=0)
@@ -242,15 +236,6 @@ class Config(_Section):
     schedule: ScheduleConfig = ScheduleConfig()
     train: TrainConfig = TrainConfig()
 
-    @model_validator(mode="after")
-    def _check_image_sizes(self) -> Self:
-        # Other models have their own patches, which are checked when they are loaded.
-        if self.model.init is None:
-            patch_size = as_pair(self.model.patch_size, name="model.patch_size")
-            sizes = self.train.image_sizes
-            resolve_image_sizes(sizes, image_size=self.data.size, patch_size=patch_size)
-        return self
-
     def with_data(self, **changes: Any) -> Self:
         """Return a copy with other values in the section `data`."""
         return self.model_copy(update={"data": self.data.model_copy(update=changes)})
@@ -260,61 +245,48 @@ def load_config(source: Path | Mapping[str, Any] | None, overrides: Overrides = 
     """Read and validate a configuration: a YAML file, a dictionary of its sections, or None for the
     defaults, with changes in order (`list_overrides`). Raises ValueError, whose sentence names the
     wrong key and for an unknown one the nearest known, or OSError."""
+    if isinstance(source, Path):
+        source = read_yaml(source)
+    # A copy, because overrides must not change the caller's dictionaries.
+    sections = copy.deepcopy(dict(source or {}))
+    for key, value in list_overrides(overrides).items():
+        section, _, name = key.partition(".")
+        values = sections.setdefault(section, {})
+        if not isinstance(values, dict):
+            raise ValueError(f"{shorten(key)}: {section} is a value, not a section")
+        values[name] = value
     try:
-        return Config.model_validate(read_sections(source, overrides))
+        return Config.model_validate(sections)
     except ValidationError as error:
         raise ValueError("; ".join(_explain(item) for item in error.errors()[:3])) from None
-
-
-def read_sections(
-    source: Path | Mapping[str, Any] | None, overrides: Overrides = ()
-) -> dict[str, Any]:
-    """Return the sections of a configuration, not yet validated. See `load_config`."""
-    # A copy, because overrides must not change the caller's dictionaries.
-    sections = copy.deepcopy(source or {})
-    if isinstance(sections, Path):
-        sections = read_yaml(sections) or {}
-        if not isinstance(sections, dict):
-            kind = type(sections).__name__
-            raise ValueError(f"{source} holds a {kind}, not sections such as data: and train:")
-    sections = dict(sections)
-    for key, value in list_overrides(overrides).items():
-        *parents, name = key.split(".")
-        values = sections
-        for parent in parents:
-            values = values.setdefault(parent, {})
-            if not isinstance(values, dict):
-                raise ValueError(f"{shorten(key)}: {parent} is a value, not a section")
-        values[name] = value
-    return sections
 
 
 def list_overrides(overrides: Overrides) -> dict[str, Any]:
     """Return changes of a configuration by key.path: from texts such as "train.epochs=20", whose
     values are JSON or else text, or from a dictionary, which may have sections."""
+    if not isinstance(overrides, Mapping):
+        overrides = dict(map(_parse_override, overrides))
     values: dict[str, Any] = {}
-    if isinstance(overrides, Mapping):
-        for key, value in overrides.items():
-            if isinstance(value, Mapping):
-                values |= {f"{key}.{name}": each for name, each in list_overrides(value).items()}
-            else:
-                values[key] = str(value) if isinstance(value, Path) else value
-        return values
-    for override in overrides:
-        key, equals, text = override.partition("=")
-        if not equals:
-            example = "is not of the form key.path=value, such as train.epochs=20"
-            raise ValueError(f"override {shorten(override)!r} {example}")
-        # A path or a word stays as it is written, whatever characters it has.
-        values[key] = text
-        with suppress(ValueError):
-            values[key] = json.loads(text)
+    for key, value in overrides.items():
+        if isinstance(value, Mapping) and "." not in key:
+            values |= {f"{key}.{name}": each for name, each in value.items()}
+        else:
+            values[key] = value
     return values
 
 
+def _parse_override(override: str) -> tuple[str, Any]:
+    key, equals, text = override.partition("=")
+    if not equals:
+        raise ValueError(f"{shorten(override)!r} is not of the form key.path=value")
+    with suppress(ValueError):
+        return key, json.loads(text)
+    # A path or a word stays as it is written, whatever characters it has.
+    return key, text
+
+
 def values_to_save(config: Config) -> dict[str, Any]:
-    """Return the configuration as plain values, which give an equal one, but for tokens of
-    addresses: others may read them."""
+    """Return the configuration as plain values, without the tokens of addresses."""
     values = config.model_dump(mode="json")
     # Keys that are not given come from the weights.
     if config.model.init is not None:
@@ -336,8 +308,6 @@ def _explain(error: Any) -> str:
         near += difflib.get_close_matches(shorten(key), known, n=1, cutoff=0)
         return f"unknown key {shorten(key)}; did you mean {near[0]}? Leave out keys of old versions"
     message: str = error["msg"].removeprefix("Value error, ")
-    if not key:
-        return message
     if error["type"] == "list_type":
-        message += ' (write it as JSON, such as ["cat", "dog"] or [0.5, 1])'
+        message += ' (as JSON, such as ["cat", "dog"])'
     return f"{shorten(key)}: {message}, not {shorten(repr(error['input']))}"

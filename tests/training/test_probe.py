@@ -169,7 +169,7 @@ def test_fewer_than_20_validation_images_choose_no_fine_tuned_model(
 ) -> None:
     def choose(*overrides: str) -> automatic.Choice:
         given = ["data.classes=[0,1,2]", f"model.init={weights}", "train.device=cpu", *overrides]
-        return automatic.choose_config("digits", given, minutes=5)
+        return automatic.choose_config("digits", given)
 
     # of 430 images
     choice = choose("data.validation_fraction=0.04")

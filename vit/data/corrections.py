@@ -13,14 +13,14 @@ COLUMNS = ("path", "given", "label")
 SEPARATOR = "|"
 
 
-def read_corrections(path: Path | Mapping[str, str] | None) -> dict[str, str]:
+def read_corrections(path: str | Path | Mapping[str, str] | None) -> dict[str, str]:
     """Read corrections, from a CSV file with the columns path, given (the present label) and label,
     unless they are read already: path of an image below the root → the name of its right class, or
     of all its right labels with "|" between them. Raises ValueError for a wrong line."""
-    if not isinstance(path, Path):
+    if not isinstance(path, str | Path):
         return dict(path or {})
     corrections: dict[str, str] = {}
-    for line, row in read_rows(path):
+    for line, row in read_rows(Path(path)):
         if tuple(row) != COLUMNS:
             raise ValueError(
                 f"{path} line 1 is not {','.join(COLUMNS)}; take the file that an audit saved"

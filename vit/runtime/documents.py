@@ -17,15 +17,18 @@ from vit.runtime.files import read_text
 _FORMULA = "('*[=+\\-@\t\r\n])"
 
 
-def read_yaml(path: Path) -> Any:
-    """Return the plain values in a YAML file."""
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Return the plain values in a YAML file, by name."""
     text = read_text(path)
     try:
-        return yaml.safe_load(text)
+        values = yaml.safe_load(text) or {}
     except Exception as error:
         # Values such as 2001-13-45, nested lists and wrong tags end in errors of any type.
         problem = " ".join(str(error).split())
         raise ValueError(f"{path} is not valid YAML: {shorten(problem)}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} holds a {type(values).__name__}, not names with values")
+    return values
 
 
 def parse_json(text: str, *, origin: str) -> Any:

@@ -53,11 +53,9 @@ class Choice(NamedTuple):
     splits: DatasetSplits
 
 
-def choose_config(
-    data: str | Path, overrides: Overrides = (), minutes: float | None = None
-) -> Choice:
+def choose_config(data: str | Path, overrides: Overrides = ()) -> Choice:
     """Choose a configuration for the images of a data set's name, a folder, a table or shards, with
-    the changes of the user, for minutes of training or `DEFAULT_MINUTES`."""
+    the changes of the user."""
     given = list_overrides(overrides)
     kind = find_kind(data)
     chosen: Values = {"data.name": kind}
@@ -66,30 +64,32 @@ def choose_config(
         chosen["data.group_duplicates"] = True
     if kind != str(data):
         chosen["data.root"] = str(data)
-    # Listing needs no image size: 32 only fills the place of the size that is chosen later.
+    # The user's own values are checked before anything is computed with them. 32 only fills the
+    # place of the size that is chosen later.
+    training = {key: value for key, value in given.items() if key.startswith("train.")}
     own = {key: value for key, value in given.items() if key.startswith("data.")}
-    splits = build_dataset(load_config(None, chosen | own | {"data.image_size": 32}))
+    first = load_config(None, chosen | own | training | {"data.image_size": 32})
+    splits = build_dataset(first)
     images = splits.split("train")
     num_images = len(images)
     shorter_side, is_grey = measure_sample(images, count=_SAMPLE)
     side = round(shorter_side)
-    device = choose_device(str(given.get("train.device", "auto"))).type
-    minutes = minutes or DEFAULT_MINUTES[device]
+    device = choose_device(first.train.device).type
+    minutes = first.train.max_minutes or DEFAULT_MINUTES[device]
     # The fraction of a recipe is for its own data set.
-    chosen["data.validation_fraction"] = Config().data.validation_fraction
+    chosen["data.validation_fraction"] = first.data.validation_fraction
     chosen["train.class_balance"] = "auto"
     reasons = {}
-    # The user's own values are checked before anything is computed with them.
-    training = {key: value for key, value in given.items() if key.startswith("train.")}
-    if given.get("model.init"):
-        name, reason = "folder/finetune", "that of the weights"
-        recipe = load_config(find_recipe(name), training)
+    has_weights = bool(given.get("model.init"))
+    name, largest, reason = _choose_recipe(has_weights, num_images, side, is_grey, device, minutes)
+    recipe = load_config(find_recipe(name), training)
+    if has_weights:
         # Computing the features of many images would take all minutes of a CPU.
         affordable = int(_PROBED_IMAGES_A_MINUTE * minutes)
         if device == "cpu" and affordable < 0.75 * num_images:
             chosen["model.probe"] = max(affordable, 200)
         num_validation = 0
-        if given.get("data.validation_fraction") != 0:
+        if first.data.validation_fraction > 0:
             num_validation = len(splits.split("validation"))
         chosen |= _fit_weights(recipe, given, num_images, num_validation)
         if "model.freeze" in chosen:
@@ -98,8 +98,6 @@ def choose_config(
                 " fine-tuning it would help (--folds 5 fits it on all images)"
             )
     else:
-        name, largest, reason = choose_recipe(num_images, side, is_grey, device, minutes)
-        recipe = load_config(find_recipe(name), training)
         chosen |= _fit_images(recipe, given, num_images, min(side, largest), device)
         if name == "imagenette/cpu" and num_images < 2 * _ENOUGH_PHOTOS:
             chosen["model.drop_path_rate"] = 0.1  # the recipe has more images
@@ -116,18 +114,19 @@ def choose_config(
     # The user's own length holds.
     if not given.keys() & {"train.epochs", "train.max_steps"}:
         chosen["train.max_minutes"] = minutes
-        reasons["time"] = f"at most {minutes:g} minutes (--minutes) on this {device.upper()}"
     config = load_config(find_recipe(name), chosen | given)
+    if config.train.max_minutes is not None:
+        reasons["time"] = f"at most {minutes:g} minutes (--minutes) on this {device.upper()}"
     if "data.image_size" not in given:
         reasons["image size"] = f"{config.data.image_size or 'auto'} ({reason})"
     return Choice(config, reasons, splits)
 
 
-def choose_recipe(
-    num_images: int, side: int, is_grey: bool, device: str, minutes: float
+def _choose_recipe(
+    has_weights: bool, num_images: int, side: int, is_grey: bool, device: str, minutes: float
 ) -> tuple[str, int, str]:
-    """Choose the recipe for a new model on images of this number and shorter side, in pixels.
-    Returns its name, the largest side that it trains on, and the reason of the side."""
+    """Choose the recipe for images of this number and shorter side, in pixels. Returns its name,
+    the largest side that it trains on, and the reason of the side."""
 
     def holds(epochs: int, images_a_minute: int) -> bool:
         # a GPU's minutes always do
@@ -141,6 +140,7 @@ def choose_recipe(
     own = (_MAX_SMALL_SIDE, "the images' own size")
     # condition, recipe, largest side, reason; the first row whose condition holds
     rules: tuple[tuple[bool, str, int, str], ...] = (
+        (has_weights, "folder/finetune", side, "that of the weights"),
         (side <= 16, "digits", *own),
         (is_small and device == "cuda", "cifar10/speedrun", *own),
         (is_drawn and holds(10, _SMALL_IMAGES_A_MINUTE), "fashion_mnist/cpu-20-minutes", *own),

@@ -12,7 +12,9 @@ import torch
 import yaml
 from torch import nn
 
-from vit.config import Config, list_overrides, values_to_save
+from vit.config import Config, list_overrides, load_config, values_to_save
+from vit.data.sources.folders import check_not_inside
+from vit.data.sources.python_objects import FROM_PYTHON
 from vit.data.workers import Transform
 from vit.model.find_file import find_initial_weights
 from vit.runtime.arguments import check_kind, check_minimum
@@ -26,8 +28,7 @@ from vit.training.model_answers import complete_model_file
 from vit.training.observers import Observer
 from vit.training.print_plan import print_plan
 from vit.training.probe import FOLDS_KEYS, check_folds, cross_validate
-from vit.training.recipe import ConfigLike, names_images
-from vit.training.resolve import resolve_config
+from vit.training.recipe import ConfigLike, find_recipe, names_images
 from vit.training.result import TrainingResult
 from vit.training.run import Run, build_run
 from vit.training.run_directory import (
@@ -72,17 +73,17 @@ def train(
 
     Args:
         config: A YAML file, the name of a packaged recipe ("cifar10/cpu"), a
-            dictionary of sections or a `vit.config.Config`. Or images: a
-            folder, table, shards or the name of a data set, for which a
-            configuration is chosen. None with `resume`: the run's own.
+            dictionary of sections. Or images: a folder, table, shards or the
+            name of a data set, for which a configuration is chosen. None with
+            `resume`: the run's own.
         output: Directory of the run.
         overrides: Changes of the configuration, such as ["train.epochs=20"] or
             {"train.epochs": 20}; vit/config.py lists the keys.
         init: Weights to start from: "timm:NAME", a folder of timm or Hugging
             Face, a file of weights, a model file or a run. None: random
             weights, or those of `model.init`.
-        minutes: Minutes of training, where `config` names images. None: 5 on a
-            CPU, 20 on a GPU.
+        minutes: Minutes of training. None: where `config` names images, 5 on a
+            CPU and 20 on a GPU.
         group_by: Groups that stay in one split (an animal, a site): 1 for
             images of one folder, 2 for the folder above it, or a regular
             expression with one group, such as (site[0-9]+). None: the column
@@ -147,10 +148,14 @@ def train(
         >>> run = vit.train("photos", output="runs/photos", minutes=5)
         >>> vit.predict(run.bundle, "photo.jpg").predictions[0].classes
     """
-    _refuse_bootstrapping()
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise ValueError(
+            "a worker process has run this script again; call vit.train under"
+            " if __name__ == '__main__': in it"
+        )
     started_at = time.perf_counter()
     passing = "a recipe, YAML file, photos or sections; pass images from Python as dataset=…"
-    check_kind(config, (str, Path, Mapping, Config, NoneType), name="config", expected=passing)
+    check_kind(config, (str, Path, Mapping, NoneType), name="config", expected=passing)
     texts = 'a list of texts, such as ["train.epochs=20"], or a dictionary'
     check_kind(overrides, (list, tuple, Mapping), name="overrides", expected=texts)
     check_kind(model, (nn.Module, NoneType), name="model", expected="an object of an nn.Module")
@@ -159,10 +164,6 @@ def train(
         check_kind(callback, Observer, name="a callback", expected=expected)
     if resume and overwrite:
         raise ValueError("--resume continues a run and --overwrite replaces it; give one of them")
-    if minutes is not None and not names_images(config):
-        raise ValueError(
-            "--minutes is for a configuration that is chosen for images; others have train.epochs"
-        )
     if isinstance(group_by, str) and group_by.isdecimal():
         group_by = int(group_by)
     directory = expand_home(output)
@@ -174,6 +175,7 @@ def train(
         "data.label_column": label_column,
         "data.split_column": split_column,
         "data.group_column": group_column,
+        "train.max_minutes": minutes,
     }
     if init is not None:
         keys["model.init"] = find_initial_weights(init, directory)
@@ -183,8 +185,12 @@ def train(
         keys |= FOLDS_KEYS
     all_overrides = {key: value for key, value in keys.items() if value is not None}
     all_overrides |= list_overrides(overrides)
-    passed = [name for name, value in (("dataset", dataset), ("model", model)) if value is not None]
-    resolved = resolve_config(config, directory, all_overrides, resume=resume, passed=passed)
+    # The file of the configuration must not name images or weights that are not used.
+    if dataset is not None:
+        all_overrides |= {"data.name": FROM_PYTHON, "data.root": None, "data.classes": None}
+    if model is not None:
+        all_overrides["model.init"] = FROM_PYTHON
+    resolved = _resolve_config(config, directory, all_overrides, resume=resume)
     is_chosen = resolved is None
     device = str(all_overrides.get("train.device", "auto"))
     if resolved is not None:
@@ -199,7 +205,7 @@ def train(
         splits = None
         if is_chosen and process.is_main:
             assert isinstance(config, str | Path)
-            resolved, reasons, splits = choose_config(config, all_overrides, minutes)
+            resolved, reasons, splits = choose_config(config, all_overrides)
         resolved = process.broadcast(resolved)
         assert resolved is not None
         if folds is not None:
@@ -274,10 +280,35 @@ def _save_first_batch(run: Run, path: Path, *, transform: Transform | None) -> N
     write_atomically(path, lambda file: save_image(images, file, format="png", nrow=8))
 
 
-def _refuse_bootstrapping() -> None:
-    """Raise ValueError in a worker process that runs the user's script again, up to here."""
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
-        raise ValueError(
-            "a worker process has run this script again; call vit.train under"
-            " if __name__ == '__main__': in it"
-        )
+def _resolve_config(
+    source: ConfigLike | None, directory: Path, overrides: dict[str, Any], *, resume: bool
+) -> Config | None:
+    """Find the configuration of a run in `directory`. None for images, for which one is to be
+    chosen."""
+    saved = directory / CONFIG_FILE
+    continues = resume and saved.exists()
+    is_images = names_images(source)
+    if continues and (is_images or source is None):
+        source = saved
+    elif is_images:
+        assert isinstance(source, str | Path)
+        if FROM_PYTHON in (overrides.get("data.name"), overrides.get("model.init")):
+            raise ValueError(
+                "a configuration is chosen for images and models that are named; name a recipe to"
+                " pass them from Python"
+            )
+        check_not_inside(directory, expand_home(source))
+        return None
+    elif source is None:
+        usage = "vit train PHOTOS or CONFIG [key.path=value …] --output DIR"
+        raise ValueError(f"which configuration? {usage}")
+    elif not isinstance(source, Mapping):
+        source = find_recipe(source)
+    config = load_config(source, overrides)
+    # The pipeline that was chosen at the start holds, whatever memory is free now.
+    if continues and config.data.pipeline == "auto":
+        config = config.with_data(pipeline=load_config(saved).data.pipeline)
+    # In its folder of images, the directory would spoil the images for each later run.
+    if config.data.name == "folder" and config.data.root is not None:
+        check_not_inside(directory, expand_home(config.data.root))
+    return config
