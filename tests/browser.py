@@ -91,9 +91,11 @@ return found;
 def find_low_contrast(browser) -> list[str]:
     """Visible text of less than 4.5:1 against its background (WCAG 2 AA), in light and in dark."""
     found = []
-    for _ in range(2):
-        found += browser.execute_script(_LOW_CONTRAST)
-        browser.find_element("id", "theme").click()
+    for scheme in ("light", "dark", ""):
+        feature = {"name": "prefers-color-scheme", "value": scheme}
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
+        if scheme:
+            found += browser.execute_script(_LOW_CONTRAST)
     return found
 
 

@@ -1,7 +1,5 @@
 """The metrics are scikit-learn's, to 1e-9."""
 
-import re
-
 import numpy as np
 import pytest
 from scipy.special import softmax
@@ -9,7 +7,6 @@ from sklearn import metrics as sklearn_metrics
 
 from tests.evaluation.conftest import MakePredictions
 from vit.evaluation.metrics import compute_metrics, measure, score_logits
-from vit.evaluation.report.charts import draw_confusion
 
 
 @pytest.mark.parametrize(("count", "classes"), [(37, 3), (5000, 10), (300, 200)])
@@ -40,7 +37,7 @@ def test_metrics_equal_scikit_learn(
         assert metrics[name] == pytest.approx(value, abs=1e-9, rel=0), name
 
 
-def test_per_class_metrics_and_confusion_are_those_of_scikit_learn(
+def test_per_class_metrics_are_those_of_scikit_learn(
     make_predictions: MakePredictions,
 ) -> None:
     logits, labels = make_predictions(400, 12)
@@ -48,8 +45,6 @@ def test_per_class_metrics_and_confusion_are_those_of_scikit_learn(
     names = tuple(f"class {index}" for index in range(12))
     scores = score_logits(logits, labels)
     counts = sklearn_metrics.confusion_matrix(labels, logits.argmax(axis=1), labels=range(12))
-    shown = re.findall(r">(\d+)</text>", draw_confusion(scores, names))
-    assert sorted(map(int, shown)) == sorted(counts.ravel().tolist())
     rows = measure(scores, None, names).per_class
     assert [row.name for row in rows] == list(names)
     assert [row.predicted for row in rows] == counts.sum(axis=0).tolist()

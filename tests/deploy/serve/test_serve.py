@@ -251,12 +251,9 @@ def test_requests_share_a_batch_and_have_the_answers_of_predict(
             assert [each[2] for each in found] == pytest.approx(expected_values, abs=1e-6)
 
 
-def test_health_metrics_and_the_schema(bundle: Bundle, client: TestClient, photo: bytes) -> None:
+def test_health_and_the_schema(bundle: Bundle, client: TestClient) -> None:
     health = client.get("/health").json()
     assert (health["sha256"], health["classes"]) == (bundle.sha256, list(NAMES))
-    client.post("/predict", files={"image": photo})
-    metrics = client.get("/metrics").text
-    assert re.search(r'vit_requests_total\{.*path="/predict",status_code="200"\} \d', metrics)
     parameters = client.get("/openapi.json").json()["paths"]["/predict"]["post"]["parameters"]
     assert [each["name"] for each in parameters] == ["map"]
     # the framework's own pages load scripts from another site

@@ -13,7 +13,6 @@ from fastapi import FastAPI, File, HTTPException, Query, Request, UploadFile
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 from PIL import Image
 from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette_exporter import PrometheusMiddleware, handle_metrics
 
 from vit.bundle import Bundle
 from vit.data.images import read_image
@@ -49,8 +48,6 @@ def build_app(bundle: Bundle, *, hosts: Sequence[str] = LOCAL_HOSTS) -> FastAPI:
     app.get("/health")(service.show_health)
     app.get("/", include_in_schema=False)(service.show_page)
     app.post("/predict")(service.predict)
-    app.add_route("/metrics", handle_metrics)
-    app.add_middleware(PrometheusMiddleware, app_name="vit", prefix="vit")
     app.middleware("http")(_guard)
     # the last one sees a request first
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)

@@ -7,11 +7,11 @@ from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 from PIL import Image
 
-from vit.evaluation.metrics import Scores
+from vit.evaluation.metrics import Scores, bin_confidence
 from vit.evaluation.predictions import CROSS_VALIDATION
-from vit.evaluation.report.charts import draw_confusion, draw_curves, draw_reliability
 from vit.evaluation.report.contrast import (
     SIDE,
     Contrast,
@@ -22,6 +22,7 @@ from vit.evaluation.report.contrast import (
 )
 from vit.explanation.render.page import encode_photo, encode_signed_map, name_model, render_page
 from vit.explanation.training_photos import Neighbour, find_training_photos
+from vit.prediction.probabilities import Bools, Floats
 from vit.runtime.numbers import format_interval, format_number, format_percent
 
 if TYPE_CHECKING:
@@ -44,24 +45,29 @@ class Picture(NamedTuple):
 
 
 def build_report(result: "EvaluationResult") -> str:
-    """Build the page: HTML that needs no other file."""
+    """Build the page: HTML that needs no other file, and whose charts the browser draws."""
     evaluation, scores = result.evaluation, result.scores
     mistakes, problem = _show_mistakes(result)
     classes = evaluation.per_class
-    matrix = ""
+    matrix = []
     if not scores.is_multilabel and len(classes) <= _MAX_DRAWN:
-        matrix = draw_confusion(scores, [row.name for row in classes])
-    # a label that is ranked badly, or a class with many errors, comes first
+        counts = np.zeros((len(classes), len(classes)), dtype=int)
+        np.add.at(counts, (scores.labels, scores.predicted), 1)
+        matrix = counts.tolist()
+    # a label that is ranked badly, or a class with many errors, comes first; those without images last
     order = sorted(
         range(len(classes)),
-        key=lambda place: classes[place].average_precision or classes[place].f1 or 0,
+        key=lambda place: (
+            classes[place].f1 is None,
+            classes[place].average_precision or classes[place].f1 or 0,
+        ),
     )
     drawn = [place for place in order if classes[place].roc_auc is not None]
     if not scores.is_multilabel:
         # one class against the rest
         drawn = [place for place in drawn if classes[place] is evaluation.one_against_rest]
     curves = {
-        place: draw_curves(scores.probabilities[:, place], scores.mark(place)[0], classes[place])
+        place: _trace_curves(scores.probabilities[:, place], scores.mark(place)[0])
         for place in drawn[:_MAX_DRAWN]
     }
     context = {
@@ -70,17 +76,34 @@ def build_report(result: "EvaluationResult") -> str:
         "percent": partial(format_percent, count=evaluation.num_images),
         "interval": partial(format_interval, count=evaluation.num_images),
         "number": format_number,
+        "rows": [classes[place] for place in order],
         # class or label → its curves, its mistakes
         "details": [
-            (classes[place], curves.get(place, []), mistakes.get(place, []))
+            (classes[place], curves.get(place), mistakes.get(place, []))
             for place in order
             if place in curves or place in mistakes
         ],
         "problem": problem,
         "matrix": matrix,
-        "reliability": draw_reliability(scores),
+        # the accuracy, or the frequency of labels, in each bin of confidence
+        "reliability": bin_confidence(scores)[2].tolist(),
     }
     return render_page(_TEMPLATE, context)
+
+
+def _trace_curves(probabilities: Floats, is_positive: Bools) -> list[list[tuple[float, float]]]:
+    """Return the points of the ROC and of the precision-recall curve of a label, in percent."""
+    # scikit-learn takes a second to import
+    from sklearn.metrics import precision_recall_curve, roc_curve
+
+    false_rates, rates, _ = roc_curve(is_positive, probabilities)
+    precisions, recalls, _ = precision_recall_curve(is_positive, probabilities)
+    curves = []
+    for columns in ((false_rates, rates), (recalls, precisions)):
+        points = (100 * np.stack(columns, axis=1)).round(1).tolist()
+        # of thousands of images, most points are the same on a page
+        curves.append(list(dict.fromkeys(map(tuple, points))))
+    return curves
 
 
 def _show_mistakes(result: "EvaluationResult") -> tuple[dict[int, list[Any]], str]:
