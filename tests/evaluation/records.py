@@ -13,10 +13,9 @@ from vit.bundle import Bundle
 from vit.data.preprocess import Preprocess
 from vit.evaluation.images import EvaluationSet
 from vit.evaluation.metrics import Scores, measure, score_logits
-from vit.evaluation.predictions import save_predictions
+from vit.evaluation.predictions import PREDICTIONS_FILE, save_predictions
 from vit.evaluation.result import EVALUATION_FILE, Evaluation, EvaluationResult
 from vit.runtime.files import format_json, write_atomically
-from vit.runtime.metrics_file import PREDICTIONS_FILE
 
 NAMES = tuple(f"class {index}" for index in range(4))
 

@@ -23,7 +23,7 @@ from vit.data.cache import decode_dataset
 from vit.data.dataset import ImageDataset
 from vit.data.open import open_dataset
 from vit.data.preprocess import Preprocess
-from vit.runtime import machine
+from vit.data.workers import count_workers
 from vit.runtime.locks import lock_file
 
 SMALL = [
@@ -181,4 +181,4 @@ def test_processes_of_a_machine_share_its_cores(
 ) -> None:
     monkeypatch.setattr("joblib.cpu_count", lambda: cores)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
-    assert machine.count_workers() == workers
+    assert count_workers() == workers

@@ -14,9 +14,9 @@ from PIL import Image
 
 from vit.data.images import UNREADABLE
 from vit.data.label_sets import count_labels, number_label_sets
+from vit.data.patterns import search_group
 from vit.data.sources.base import ImageReader
 from vit.runtime.arguments import check_choice, shorten
-from vit.runtime.patterns import search_group
 
 # fields of `ImageRule` that are for folders and tables alone
 LABEL_FIELDS = ("label_by", "path_column", "label_column", "split_column", "group_column")

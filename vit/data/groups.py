@@ -10,10 +10,10 @@ import numpy as np
 from vit.data.dataset import ImageDataset
 from vit.data.duplicates import compute_dhash, find_pairs, hash_pixels
 from vit.data.images import DeepImage
+from vit.data.patterns import search_group
 from vit.data.sources.base import compute_once, hash_bytes, read_digests
 from vit.runtime.arguments import shorten
 from vit.runtime.files import default_cache_dir
-from vit.runtime.patterns import search_group
 
 # largest number of images that are decoded and compared with one another; it takes seconds
 MAX_COMPARED = 5000

@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,6 @@ from vit.data.preprocess import Preprocess
 from vit.data.random import StatelessRandom
 from vit.data.workers import Decoder, DecodingWorkers, Steps, Transform
 from vit.runtime.device import copy_to_device, count_bytes
-from vit.runtime.machine import count_free_memory
 from vit.runtime.processes import Process
 
 # part of the free memory that decoded pixels may take
@@ -206,5 +206,21 @@ class TokenLoader(TrainLoader):
 
 def fits_in_memory(num_bytes: int, device: torch.device) -> bool:
     """Return whether so many bytes of decoded images fit in the free memory of a device."""
-    free = count_free_memory() if device.type == "cpu" else count_bytes(device)[0]
+    free = _count_free_memory() if device.type == "cpu" else count_bytes(device)[0]
     return num_bytes <= _MAX_MEMORY_FRACTION * free
+
+
+def _count_free_memory() -> int:
+    """Return the available bytes of the system, or of the container's limit."""
+    # takes a tenth of a second to import
+    import psutil
+
+    free = int(psutil.virtual_memory().available)
+    cgroup = Path("/sys/fs/cgroup")
+    try:
+        limit = int((cgroup / "memory.max").read_text())
+        used = int((cgroup / "memory.current").read_text())
+    except (OSError, ValueError):
+        # no such limit, or "max"
+        return free
+    return min(free, limit - used)

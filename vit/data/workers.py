@@ -3,6 +3,7 @@
 An image that can't be read is named, and the next one that can takes its place.
 """
 
+import os
 import warnings
 from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
@@ -22,7 +23,6 @@ from vit.data.dataset import ImageDataset, check_unreadable
 from vit.data.preprocess import Preprocess
 from vit.data.random import StatelessRandom, seed_generators
 from vit.runtime.drive import DriveError
-from vit.runtime.machine import count_workers
 
 Transform = Callable[..., Any]
 # the samples of each step and, unless they are on the device, their pixels
@@ -30,6 +30,8 @@ Steps = Generator[tuple[StatelessRandom, UInt8[Tensor, "B H W 3"] | None], None,
 # JPEG files may be decoded to so many times the sides of the input, because random parts of 6 % of
 # the area then have all of its pixels
 _DRAFT_SIDES = 4
+# processes beyond which one training process gains little
+_MAX_WORKERS = 16
 
 
 def apply_transform(transform: Transform, image: Image.Image, *, seed: int) -> Image.Image:
@@ -145,6 +147,17 @@ def use_one_thread(_worker: int) -> None:
     import cv2
 
     cv2.setNumThreads(0)
+
+
+def count_workers() -> int:
+    """Return the number of processes that decode for this one: the cores that it may use, divided
+    among the processes of the run on this machine, and at most 16."""
+    # takes a tenth of a second to import
+    from joblib import cpu_count  # type: ignore[import-untyped]
+
+    # torchrun sets the variable
+    cores: int = cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return min(max(cores, 1), _MAX_WORKERS)
 
 
 class DecodingWorkers:

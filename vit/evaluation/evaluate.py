@@ -14,7 +14,12 @@ from vit.bundle import Bundle, Models, keeps_mode, open_model, require_classifie
 from vit.data.dataset import ImageRule, printable
 from vit.evaluation.images import EvaluationSet, check_data, find_overlap, load_images, open_data
 from vit.evaluation.metrics import Scores, find_known, measure, score_logits
-from vit.evaluation.predictions import CROSS_VALIDATION, Predictions, load_predictions
+from vit.evaluation.predictions import (
+    CROSS_VALIDATION,
+    OUT_OF_FOLD_FILE,
+    Predictions,
+    load_predictions,
+)
 from vit.evaluation.result import EVALUATION_FILE, Evaluation, EvaluationResult
 from vit.evaluation.subgroups import measure_subgroups, read_values
 from vit.evaluation.thresholds import choose_operating_point, parse_rule
@@ -24,7 +29,6 @@ from vit.prediction.predictor import BatchPredictor
 from vit.prediction.probabilities import Float32s
 from vit.runtime.arguments import check_minimum
 from vit.runtime.device import describe_device
-from vit.runtime.metrics_file import OUT_OF_FOLD_FILE
 from vit.runtime.processes import current_process, join_processes
 from vit.runtime.progress import show_progress
 from vit.runtime.version import collect_versions

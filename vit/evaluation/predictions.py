@@ -12,12 +12,14 @@ from numpy.typing import NDArray
 from vit.data.dataset import ImageDataset, printable
 from vit.prediction.probabilities import Bools, Float32s
 from vit.runtime.files import read_arrays, write_arrays
-from vit.runtime.metrics_file import PREDICTIONS_FILE
 
 if TYPE_CHECKING:
     # `vit compare` does without torch.
     from vit.evaluation.metrics import Scores
 
+PREDICTIONS_FILE = "predictions.npz"
+# logits of a run that an earlier version cross-validated
+OUT_OF_FOLD_FILE = "cross_validation.npz"
 # name of the split of a run of `vit train --folds` in an evaluation
 CROSS_VALIDATION = "cross-validation"
 

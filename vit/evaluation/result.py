@@ -19,14 +19,13 @@ from vit.data.dataset import printable
 from vit.evaluation.images import EvaluationSet, TrainTestOverlap
 from vit.evaluation.intervals import Interval
 from vit.evaluation.metrics import ClassMetrics, Scores
-from vit.evaluation.predictions import save_predictions
+from vit.evaluation.predictions import PREDICTIONS_FILE, save_predictions
 from vit.evaluation.subgroups import Subgroup
 from vit.model.find_file import MODEL_FILE
 from vit.prediction.conformal import SetMetrics
 from vit.prediction.probabilities import Bools, Float32s, chunk_rows
 from vit.runtime.documents import escape_formula
 from vit.runtime.files import FileContent, Result, compute_sha256, expand_home, format_json
-from vit.runtime.metrics_file import PREDICTIONS_FILE
 from vit.runtime.numbers import format_interval, format_number, format_percent
 
 EVALUATION_FILE = "evaluation.json"

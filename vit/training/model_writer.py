@@ -10,8 +10,8 @@ from vit.bundle import MULTILABEL, Bundle
 from vit.config import values_to_save
 from vit.model.find_file import MODEL_FILE
 from vit.model.model_file import write_model_file
-from vit.runtime.background_writer import BackgroundWriter
 from vit.runtime.processes import current_process
+from vit.training.background_writer import BackgroundWriter
 from vit.training.data import TrainingData
 
 

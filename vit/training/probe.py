@@ -9,11 +9,10 @@ import torch
 from vit.config import Config
 from vit.data.dataset import ImageDataset
 from vit.evaluation.metrics import score_logits
-from vit.evaluation.predictions import save_predictions
+from vit.evaluation.predictions import PREDICTIONS_FILE, save_predictions
 from vit.model.logits import cut_model
 from vit.model.vision_transformer import VisionTransformer
 from vit.prediction.features import Features, compute_features
-from vit.runtime.metrics_file import PREDICTIONS_FILE
 from vit.runtime.numbers import format_percent
 from vit.runtime.processes import current_process
 from vit.runtime.progress import show_progress

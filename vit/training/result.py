@@ -11,7 +11,7 @@ from torch import nn
 from vit.bundle import Bundle, load_bundle
 from vit.data.splits import DatasetSplits
 from vit.model.find_file import MODEL_FILE
-from vit.runtime.metrics_file import METRICS_FILE, load_metrics
+from vit.training.metrics_file import METRICS_FILE, load_metrics
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,12 @@ from vit.data.workers import Transform
 from vit.model.vision_transformer import VisionTransformer
 from vit.optim.optimizer import create_optimizer, schedule_factor
 from vit.runtime.arguments import resolve_image_sizes
-from vit.runtime.background_writer import BackgroundWriter
 from vit.runtime.device import choose_device, choose_precision, use_deterministic_algorithms
 from vit.runtime.files import default_cache_dir
 from vit.runtime.memory import keep_freed_memory
 from vit.runtime.processes import current_process
 from vit.runtime.threads import BatchThreads
+from vit.training.background_writer import BackgroundWriter
 from vit.training.checkpoint import CheckpointStore
 from vit.training.data import TrainingData, build_data, build_dataset, build_train_loader
 from vit.training.identity import compute_run_id, identify_run

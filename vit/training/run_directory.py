@@ -4,10 +4,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from vit.evaluation.predictions import OUT_OF_FOLD_FILE, PREDICTIONS_FILE
 from vit.runtime.console import echo
 from vit.runtime.files import TEMPORARIES, remove
 from vit.runtime.locks import lock_file
-from vit.runtime.metrics_file import METRICS_FILE, OUT_OF_FOLD_FILE, PREDICTIONS_FILE
+from vit.training.metrics_file import METRICS_FILE
 
 CONFIG_FILE = "config.yaml"
 _LOCK_FILE = ".lock"

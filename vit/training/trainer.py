@@ -24,12 +24,12 @@ from torch import Tensor, nn
 from vit.config import list_overrides, values_to_save
 from vit.data.loader import Batch, TrainLoader
 from vit.data.random import seed_step
-from vit.runtime.background_writer import BackgroundWriter
-from vit.runtime.metrics_file import METRICS_FILE, append_metrics
 from vit.runtime.processes import current_process
+from vit.training.background_writer import BackgroundWriter
 from vit.training.checkpoint import CheckpointStore, serialize_state
 from vit.training.data import TrainingData
 from vit.training.identity import check_same_run
+from vit.training.metrics_file import METRICS_FILE, append_metrics
 from vit.training.observers import LOG_EVERY_STEPS, Observer
 from vit.training.plan import Progress, TrainingPlan
 from vit.training.signals import TrainingInterrupted, stop_on_signals

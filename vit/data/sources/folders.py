@@ -7,6 +7,7 @@ from pathlib import Path
 
 from vit.data.dataset import ImageRule
 from vit.data.images import is_image_name, is_system_folder
+from vit.data.patterns import search_group
 from vit.data.sources.base import (
     SPLIT_OF,
     FileReader,
@@ -18,7 +19,6 @@ from vit.data.sources.base import (
 from vit.data.sources.tables import find_table, is_table, list_table
 from vit.runtime.arguments import shorten
 from vit.runtime.files import expand_home
-from vit.runtime.patterns import search_group
 from vit.runtime.places import explain_file, suggest
 
 

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from vit.runtime.background_writer import BackgroundWriter
+from vit.training.background_writer import BackgroundWriter
 
 
 def test_the_caller_goes_on_and_files_are_written_in_order() -> None:

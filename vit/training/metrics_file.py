@@ -8,10 +8,6 @@ from vit.runtime.documents import parse_json
 from vit.runtime.files import read_text, write_atomically
 
 METRICS_FILE = "metrics.jsonl"
-# arrays of an evaluation or a cross-validated run, see vit.evaluation.predictions
-PREDICTIONS_FILE = "predictions.npz"
-# logits of a run that an earlier version cross-validated
-OUT_OF_FOLD_FILE = "cross_validation.npz"
 
 
 def load_metrics(path: Path) -> list[dict[str, Any]]:
