@@ -34,7 +34,7 @@ def main() -> None:
         name = Path(place).parent.name if Path(place).is_file() else Path(place).name
         measured: dict[str, Any] = {**found.conditions, **found.summary, "machine": machine}
         measured["seconds"] = round(time.perf_counter() - started, 1)
-        print(name, found.table, sep="\n", flush=True)
+        print(name, *found.rows, sep="\n", flush=True)
         before = json.loads(path.read_text())["models"] if path.exists() else {}
         write_result(
             options.output, NAME, {"machine": machine, "models": before | {name: measured}}

@@ -102,11 +102,8 @@ def score_logits(
 ) -> Scores:
     """Score logits [n, C] against the class of each image, [n], or its labels, bool [n, C].
 
-    Args:
-        logits: They are divided by `temperature` before the softmax, or the sigmoid for labels.
-        thresholds: Probability from which each label is predicted, [C] or for all.
-        threshold: The operating point of one class. None: the class of the highest logit is
-            predicted.
+    They are divided by the temperature before the softmax, or the sigmoid. A label is predicted
+    from its threshold on, a class if its logit is the highest, or by the `threshold` of one.
     """
     count, num_classes = logits.shape
     if labels.ndim == 2:

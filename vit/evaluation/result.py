@@ -228,7 +228,6 @@ class EvaluationResult(Result):
         images: The images.
         bundle: The model, with its operating point.
         num_examples: Errors that the report shows.
-        is_main: True in the process that writes files.
         has_new_values: True if the operating point is new; `save` writes a model file with it.
     """
 
@@ -238,7 +237,6 @@ class EvaluationResult(Result):
     images: EvaluationSet
     bundle: Bundle
     num_examples: int = 16
-    is_main: bool = True
     has_new_values: bool = False
 
     def __repr__(self) -> str:
@@ -311,8 +309,6 @@ class EvaluationResult(Result):
             FileExistsError: It holds files, and `overwrite` is not set or vit did not make them.
             ValueError: It holds the evaluated model.
         """
-        if not self.is_main:
-            return
         output = expand_home(directory).resolve()
         names = map(Path, self.bundle.metadata.get("models", [self.bundle.name]))
         if any(name.resolve().is_relative_to(output) for name in names):

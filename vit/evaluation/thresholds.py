@@ -89,22 +89,14 @@ def choose_operating_point(
 def choose_threshold(
     probabilities: Floats, is_positive: Bools, rule: Rule, clusters: Ints, *, name: str = "positive"
 ) -> float:
-    """Choose the probability from which a label is predicted.
+    """Choose the probability from which a label is predicted, halfway between two neighbouring
+    probabilities of images, [n], which have the label or not and come in groups with these numbers.
 
     A promised sensitivity, specificity or precision holds on average over new images: a new image
     is assumed to be on the wrong side (Vovk, Gammerman & Shafer 2005). If images come in groups, it
     counts as many times as the mean image has images of its kind in its group (Angelopoulos, Bates,
-    Fisch, Lei & Schuster 2024, "Conformal risk control"). With "f1", F1 is largest.
-
-    Args:
-        probabilities: Probability of the label, [n]. NaN counts as 0.
-        is_positive: Which images have it, [n].
-        rule: The rule.
-        clusters: Number of each image's group, [n].
-        name: The label in messages.
-
-    Returns:
-        The threshold, halfway between two neighbouring probabilities of these images.
+    Fisch, Lei & Schuster 2024, "Conformal risk control"). With "f1", F1 is largest. A probability
+    of NaN counts as 0. Raises ValueError if no threshold keeps the promise.
     """
     num_positive = int(is_positive.sum())
     num_others = len(is_positive) - num_positive

@@ -9,10 +9,8 @@ from pathlib import Path
 @contextmanager
 def lock_file(path: Path, *, refusal: str = "") -> Iterator[bool]:
     """Hold the lock on a file, which is made if it is missing, as long as the context lasts. Yield
-    False, after a warning, if the file system has no locks.
-
-    Args:
-        refusal: Message of the ValueError if another process holds the lock; empty: wait for it.
+    False, after a warning, if the file system has no locks. If another process holds the lock, wait
+    for it, or raise ValueError with the text of `refusal`.
     """
     # takes longer to import than `vit --help` may take
     from filelock import FileLock, Timeout

@@ -92,9 +92,10 @@ def test_the_report_is_files_that_agree(tmp_path: Path) -> None:
     mean = figures["metrics"]["srg"]["methods"]["gae"]["mean"]
     assert mean == pytest.approx(np.mean(figures["values"]["srg"]["gae"]))
     assert figures["metrics"]["srg"]["best"] == ["gae"]
-    row = next(line for line in result.table.splitlines() if line.startswith("| gae"))
-    assert f"{mean:.3f} (" in row
-    assert row.count("*") == 2
+    row = next(row for row in result.rows if row[0] == "gae")
+    assert f"{mean:.3f} (" in row[1]
+    assert row[1].endswith("*")
+    assert row[2].endswith("*")
 
 
 def test_intervals_are_paired_and_those_of_resampled_means() -> None:

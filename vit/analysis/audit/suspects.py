@@ -175,17 +175,11 @@ def _join_names(row: Bools, names: Sequence[str]) -> str:
 def predict_out_of_fold(
     features: Float32s, marks: Bools, groups: Ints, *, is_multilabel: bool
 ) -> Floats:
-    """Predict each image by a logistic regression that has seen no image of its group; for several
-    labels by one for each label against the rest.
+    """Predict each image by a logistic regression on the features, [n, D], that has seen no image of
+    its group, [n]; for several labels by one for each label against the rest.
 
-    Args:
-        features: Features of the images, [n, D].
-        marks: The given class or labels of each image, [n, C]. Each fold gets its share of the
-            images of a class, or with equal labels.
-        groups: Number of each image's group, [n].
-
-    Returns:
-        Probability of each class or label, [n, C].
+    Each fold gets its share of the images of a class, or with equal marks, [n, C]. Return the
+    probability of each class or label, [n, C].
     """
     # scikit-learn takes a second to import
     from sklearn.linear_model import LogisticRegression
@@ -231,9 +225,8 @@ def find_label_errors(
     """Find likely label errors by cleanlab's confident learning; for several labels, for each of
     them against the rest. See `predict_out_of_fold` for the probabilities and marks, [n, C].
 
-    Returns:
-        For each suspect its row, the suggested marks, [C], and 1 minus the probability of the given
-        class, or of having or lacking the least plausible label; the least plausible image first.
+    Return for each suspect, the least plausible first, its row, the suggested marks, [C], and its
+    score. See `LabelError`.
     """
     from cleanlab.filter import find_label_issues
     from cleanlab.multilabel_classification.filter import find_multilabel_issues_per_class

@@ -82,7 +82,6 @@ def compare(a: str | Path, b: str | Path) -> Comparison:
             f"{a} and {b} were evaluated on different images or labels; evaluate both on the same"
             " copy of the images, with labels in the same order"
         )
-    # 1 where only B is correct, -1 where only A is, else 0
     changes = found_b.correct.astype(int) - found_a.correct
     clusters = np.unique(found_a.groups, return_inverse=True)[1]
     p_value, interval = compute_paired_test(changes, clusters)
@@ -101,7 +100,8 @@ def compare(a: str | Path, b: str | Path) -> Comparison:
 
 
 def compute_paired_test(changes: Ints, clusters: Ints) -> tuple[float, Interval]:
-    """Test whether two models are equally accurate on the same images.
+    """Test whether two models are equally accurate on the same images, by 1 where only B is correct,
+    -1 where only A is, else 0, [n], and the number of each image's group, [n].
 
     The p-value is McNemar's (1947, exact): the sign test on the images that only one model predicts
     correctly, or, if images come in groups, on the groups in which one model is correct more often.
@@ -110,10 +110,6 @@ def compute_paired_test(changes: Ints, clusters: Ints) -> tuple[float, Interval]
     each model in which only that one is correct, as in Bonett & Price (2012, "Adjusted Wald
     confidence interval for a difference of binomial proportions based on paired data"): without
     them, the interval of models that never disagree would have no width.
-
-    Args:
-        changes: 1 where only B is correct, -1 where only A is, else 0, [n].
-        clusters: Number of each image's group, [n].
     """
     # images of each group, and how many more of them only B has right
     sizes = np.bincount(clusters)

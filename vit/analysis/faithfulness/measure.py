@@ -78,7 +78,7 @@ def measure_faithfulness(
 
     Returns:
         The result: `.summary` holds means with 95 % intervals by metric and
-        method, `.table` the same as text, `.values` the gain of each image.
+        method, `.rows` the table, `.values` the gain of each image.
 
     Raises:
         ValueError: A method is unknown, or fewer than 8 images are predicted
@@ -86,7 +86,7 @@ def measure_faithfulness(
 
     Example:
         >>> result = vit.measure_faithfulness("runs/digits", methods="gae")
-        >>> print(result.table)
+        >>> result.summary["metrics"]["srg"]["best"]
     """
     check_data(data, dataset)
     names = list(as_tuple(methods))

@@ -68,12 +68,6 @@ class FaithfulnessResult(Result):
             rows.append([*row, "" if time is None else f"{time:.1f}"])
         return rows
 
-    @property
-    def table(self) -> str:
-        """The table in Markdown. Gains that are tied for best have an asterisk."""
-        lines = [HEADINGS, ["---"] * len(HEADINGS), *self.rows]
-        return "\n".join(f"| {' | '.join(cells)} |" for cells in lines).replace("*", r"\*")
-
     def build_files(self) -> dict[str, FileContent]:
         content = {
             "schema_version": 6,
