@@ -69,9 +69,9 @@ def test_flat_pictures_are_no_lookalikes() -> None:
 
 
 def test_moderate_crops_are_found() -> None:
-    training = [picture(seed, size=200) for seed in range(300)]
+    training = [picture(seed, size=200) for seed in range(100)]
     # 5 % of width and height
-    queries = [image.crop((5, 5, 195, 195)) for image in training[:100]]
+    queries = [image.crop((5, 5, 195, 195)) for image in training]
     _, near = find_duplicates(hashes(queries), hashes(training))
     assert len(near) >= 80
     assert (near[:, 0] == near[:, 1]).all()

@@ -7,12 +7,10 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from vit.data.images import UNREADABLE
 from vit.data.label_sets import count_labels, number_label_sets
 from vit.data.patterns import search_group
 from vit.data.sources.base import ImageReader
@@ -67,7 +65,7 @@ class ImageDataset:
     # (id, reason) of the images that were left out
     unreadable: Sequence[tuple[str, str]] = ()
     # id of an image → its row of the table that lists the images
-    rows: Mapping[str, Mapping[str, Any]] | None = None
+    rows: Mapping[str, Mapping[str, str]] | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -97,16 +95,16 @@ class ImageDataset:
         """Decode the image at `index` to RGB in full size. Raises ValueError or OSError."""
         return self.reader.image(index)
 
-    def read_column(self, column: str) -> dict[str, Any]:
+    def read_column(self, column: str) -> dict[str, str]:
         """Read a column of the table that lists the images: id → value, unless it is empty. Raises
         ValueError without such a column."""
         rows = self.rows or {}
-        known = dict.fromkeys(name for row in rows.values() for name in row)
+        # all rows have the same columns
+        known = next(iter(rows.values()), {})
         if column not in known:
             text = shorten(", ".join(map(repr, known)), 600)
             raise ValueError(f"the table has no column {shorten(column)!r}; they are {text}")
-        pairs = ((name, row.get(column)) for name, row in rows.items())
-        return {name: value for name, value in pairs if value not in (None, "")}
+        return {name: row[column] for name, row in rows.items() if row[column]}
 
     def read_sample(self, indices: Iterable[int]) -> Iterator[Image.Image]:
         """Read the images at `indices` that can be read. Raises ValueError if none can."""
@@ -135,7 +133,7 @@ class ImageDataset:
         order; libjpeg versions may differ in a bit of a pixel. Without hashes it covers names and
         sizes of the files, in their order, instead of pixels.
         """
-        names: list[str] = [self.split, *self.class_names]
+        names = [self.split, *self.class_names]
         if self.hashes is not None:
             # sorted, so that names and order of the files don't count
             labels = self.labels if self.is_multilabel else self.labels[:, None]
@@ -179,13 +177,10 @@ def check_unreadable(unreadable: Sequence[tuple[str, str]], count: int, fraction
     """Raise ValueError if more than a fraction of `count` images can't be read, or none can, from
     their ids and reasons."""
     if len(unreadable) > fraction * count or len(unreadable) == count:
-        named = "; ".join(
-            f"{name}: {reason.partition(UNREADABLE)[2] or reason}"
-            for name, reason in unreadable[:10]
-        )
+        name, reason = unreadable[0]
         raise ValueError(
             f"{len(unreadable)} of {count} images can't be read, more than the allowed fraction of"
-            f" {fraction}: {named}"
+            f" {fraction}, such as {name}: {reason}"
         )
 
 
@@ -213,6 +208,8 @@ class ImageRule:
         # before images are listed
         if self.task is not None:
             check_choice(self.task, ("classes", "multilabel"), name="data.task")
+        if self.label_by is not None:
+            search_group(self.label_by, [], name="data.label_by")
         if isinstance(self.group_by, str) and not self.group_by.isdecimal():
             search_group(self.group_by, [], name="data.group_by")
 

@@ -85,14 +85,11 @@ def find_duplicates(
 
 def find_pairs(hashes: np.ndarray) -> list[tuple[int, int, bool]]:
     """Find the images of one set that are copies or near-copies of another one, also mirrored.
+    Return (first index, second index, true for equal pixels) for each, in the order of the images.
 
     Each image is compared with the ones that stand for the others so far, in the order of their
     hashes, so that the names and the order of the files don't matter. Near-copies of an image are
     near to it, and not by way of a third one: photos of one texture form no chain.
-
-    Returns:
-        (first index, second index, true for equal pixels), in the order of the images; for each
-        image at most one, to the image that stands for it.
     """
     digests, dhashes = hashes
     # the first image with the same pixels

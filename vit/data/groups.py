@@ -181,19 +181,19 @@ def _draw_groups(
     `again`, the class with the fewest groups gets its smallest one first, and one that leaves none
     is passed over for the next.
     """
-    left = sum(members.values(), Counter[int]())
+    sizes = sum(members.values(), Counter[int]())
+    # images of each class that aren't chosen
+    left = sizes.copy()
     # images that each class still lacks: at least one is chosen, but never all of a class
     lacking = {
         label: min(max(round(fraction * size), fraction > 0), size - 1)
-        for label, size in left.items()
+        for label, size in sizes.items()
     }
     chosen: set[str] = set()
-    found: set[int] = set()
     ranks = dict(zip(members, rank_names(members, salt), strict=True))
 
     def choose(group: str) -> None:
         chosen.add(group)
-        found.update(members[group])
         lacking.update({label: lacking[label] - n for label, n in members[group].items()})
         left.subtract(members[group])
 
@@ -207,7 +207,7 @@ def _draw_groups(
             choose(group)
     # a group of a class with few groups may bring other classes, too
     for label in sorted(lacking, key=lambda label: again and num_groups[label]):
-        if lacking[label] > 0 and label not in found:
+        if lacking[label] > 0 and left[label] == sizes[label]:
             own = [group for group in members if label in members[group]]
             own.sort(key=lambda group: (members[group].total(), ranks[group]))
             smallest = next(filter(leaves_some, own if again else own[:1]), None)

@@ -45,8 +45,6 @@ IMAGE_KEYS = ("image", "img")
 LABEL_KEYS = ("label", "labels", "class")
 # so far may values lie outside 0 to 1: by less than half of a step of 8 bits
 _TOLERANCE = 1 / 512
-# between the name of a file and the reason
-UNREADABLE = " can't be read as an image: "
 # folders that NAS, file managers, operating systems and archives make; in small letters
 _SYSTEM_FOLDERS = (
     *("@eadir", "@recycle", "@tmp", "@thumb", "#recycle", "#snapshot", "$recycle.bin", "__macosx"),
@@ -117,7 +115,7 @@ def read_image(
         reason = first_line(error)
         if isinstance(error, UnidentifiedImageError):
             reason = f"it is not one of {', '.join(IMAGE_FORMATS)} ({HEIF_HINT})"
-        raise ValueError(f"{name}{UNREADABLE}{reason}") from error
+        raise ValueError(f"{name} can't be read as an image: {reason}") from error
 
 
 def to_rgb(image: Image.Image) -> Image.Image:

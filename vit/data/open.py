@@ -11,7 +11,6 @@ from vit.data.sources.base import Listing, Root
 from vit.data.sources.named import NAMED, find_named
 from vit.data.sources.python_objects import FROM_PYTHON, find_python_objects
 from vit.data.sources.shards import is_remote
-from vit.data.sources.tables import find_table
 from vit.data.splits import DatasetSplits, number_listing
 from vit.runtime.arguments import HIDDEN, check_choice, hide_tokens
 from vit.runtime.files import expand_home
@@ -35,7 +34,7 @@ def find_kind(data: object) -> str | None:
 
 
 def require_kind(data: object) -> str:
-    """Return the `data.name` of `find_kind`. Raises ValueError if no source knows the data."""
+    """Return `find_kind`. Raises ValueError if no source knows the data."""
     kind = find_kind(data)
     if kind is None:
         problem = explain_file(str(data)) or (
@@ -53,9 +52,9 @@ def open_dataset(
     rule: ImageRule = ImageRule(),  # noqa: B008 (immutable)
     download: bool = True,
 ) -> DatasetSplits:
-    """Find a data set by its `data.name`, at the place where it is or will be downloaded to, if that
-    is allowed. Raises ValueError if it or a class is unknown, and OSError if the root is missing or
-    a download fails."""
+    """Open a data set by its `data.name`, at its place or the one to which it is downloaded. Raises
+    ValueError if it or a class is unknown, and OSError if the root is missing or a download fails.
+    """
     if name == FROM_PYTHON:
         hint = "pass them as dataset=… again, or name other images with --data"
         raise ValueError(f"the images of this model were passed from Python; {hint}")
@@ -106,19 +105,13 @@ def open_for_model(
     root: Root = None,
     rule: ImageRule = ImageRule(),  # noqa: B008 (immutable)
 ) -> DatasetSplits:
-    """Open the images on which a trained model is evaluated or explained. Raises ValueError if
-    there are none.
+    """Open the images on which a trained model is evaluated or explained: `data`, a name or a place,
+    or by default those of its training, which its file has `recorded`, see
+    `vit.bundle.Bundle.recorded_images`. Raises ValueError if there are none.
 
     The default split is "test", and "all" for files without one: as far as we know, the model has
     seen none of it. Classes get the names that the model has for them. Nothing is downloaded
     because of a model file, which may be a stranger's.
-
-    Args:
-        data: Name of a data set, or a place; None for the images that the model was trained on.
-        recorded: Record of these in the model file, see `vit.bundle.Bundle.recorded_images`.
-        root: Place of a data set that is given by its name.
-        rule: How the labels and groups of other images are found; by default the labels as in the
-            training.
     """
     # a stranger's file may name any file instead
     mappings = {
@@ -164,12 +157,6 @@ def open_for_model(
 
     kind = require_kind(data)
     is_named = kind in NAMED
-    # own classes are found as those of the training were
-    if kind == "folder" and not rule.finds_labels:
-        is_table = find_table(expand_home(str(data))) is not None
-        shared = [name for name in LABEL_FIELDS if is_table == (name != "label_by")]
-        found: dict[str, Any] = {name: recorded.get(name) for name in shared}
-        rule = replace(rule, **found)
     task = rule.task or recorded.get("task")
     rule = replace(rule, class_names=mappings.get("class_names"), task=task)
     splits = open_dataset(kind, root=root if is_named else data, rule=rule)

@@ -72,7 +72,9 @@ class DatasetSplits:
         name = name or self.default_split
         check_choice(name, SPLITS, name="split")
         own = self.own_splits
-        if name == "all" or (name in own and name != "train"):
+        if name == "all":
+            dataset = replace(self.images, split=name)
+        elif name in own and name != "train":
             dataset = replace(self._take(name), split=name)
         elif "train" in own and name in self._divided:
             dataset = self._divided[name]
@@ -95,35 +97,28 @@ class DatasetSplits:
         sentences = []
         rest = "the training images"
         for split in ("test", "validation"):
-            fraction = self._held_out.get(split, 0)
             if split in self.own_splits:
                 sentences.append(f"{split} is a split of the data")
-            elif fraction and "train" in self.own_splits:
-                seed = self.rule.split_seed
-                sentences.append(f"{split} is {100 * fraction:g} % of {rest} (seed {seed})")
+            elif split in self._held_out and "train" in self.own_splits:
+                percent = f"{100 * self._held_out[split]:g} %"
+                sentences.append(f"{split} is {percent} of {rest} (seed {self.rule.split_seed})")
                 rest = "the rest"
         return sentences + self._kept_together
 
     def list_held_out(self) -> dict[str, list[str]]:
         """List the ids of the images of each split that isn't the data set's own: split → ids."""
-        held_out = [split for split, fraction in self._held_out.items() if fraction]
-        return {split: list(self.split(split).ids) for split in held_out}
+        return {split: list(self.split(split).ids) for split in self._held_out}
 
     @property
     def _held_out(self) -> dict[str, float]:
         """Split → the fraction of the remaining training images that is held out for it, the test
         split first: it doesn't depend on the fraction for validation."""
         fractions = {"test": self.rule.test_fraction, "validation": self.rule.validation_fraction}
-        return {split: part for split, part in fractions.items() if split not in self.own_splits}
+        own = self.own_splits
+        return {split: part for split, part in fractions.items() if part and split not in own}
 
     def _take(self, split: str) -> ImageDataset:
-        """Return the images of one of the own splits, or of "all", with the groups of the rule."""
-        dataset = self.images
-        if split != "all":
-            dataset = dataset.subset(np.flatnonzero(self.marks == split))
-        if self.rule.group_by is None:
-            return dataset
-        return replace(dataset, groups=find_groups(dataset, self.rule.group_by))
+        return self.images.subset(np.flatnonzero(self.marks == split))
 
     @cached_property
     def _divided(self) -> dict[str, ImageDataset]:
@@ -151,8 +146,8 @@ class DatasetSplits:
     def _find_written(
         self, rest: ImageDataset, written: Mapping[str, Sequence[str]], notes: list[str]
     ) -> dict[str, np.ndarray]:
-        """Find the images that were held out in a training: split → their places. Images that are
-        new or missing are counted in a note. Raises ValueError if none of a split is there."""
+        """Find the images that were held out in a training: split → their places, and count those
+        that are new or missing in `notes`. Raises ValueError if none of a split is there."""
         place_of = {image_id: place for place, image_id in enumerate(rest.ids)}
         places = {}
         for split, ids in written.items():
@@ -175,19 +170,19 @@ class DatasetSplits:
 
     def _draw(self, everything: ImageDataset) -> dict[str, np.ndarray]:
         """Draw the images that are held out: split → their places."""
-        num_splits = 1 + sum(fraction > 0 for fraction in self._held_out.values())
         places = {}
         left = np.arange(len(everything))
-        for split, fraction in self._held_out.items():
+        for number, (split, fraction) in enumerate(self._held_out.items()):
             rest = everything.subset(left)
             salt = f"{self.rule.split_seed}:{split}"
             if rest.groups is None:
                 mask = _choose_stratified(rest, fraction, salt=salt)
             else:
+                # this split, those after it, and the training images
+                num_splits = len(self._held_out) - number + 1
                 mask = choose_whole_groups(
                     rest.groups, rest.strata, fraction=fraction, salt=salt, num_splits=num_splits
                 )
-                num_splits -= fraction > 0
             places[split] = left[mask]
             left = left[~mask]
         return places
@@ -208,7 +203,7 @@ class DatasetSplits:
             dataset.strata,
             hash_images(dataset),
             # images that aren't split here may be divided into folds
-            num_splits=max(1 + sum(fraction > 0 for fraction in self._held_out.values()), 2),
+            num_splits=max(1 + len(self._held_out), 2),
         )
         if num_alike:
             self._kept_together.append(
@@ -282,9 +277,12 @@ def number_listing(listing: Listing, rule: ImageRule, *, name: str, title: str) 
     # the images of one split after the other
     own_splits = dict.fromkeys(splits.tolist())
     chosen = np.concatenate([chosen[splits[chosen] == split] for split in own_splits])
+    images = images.subset(chosen)
+    if rule.group_by is not None:
+        images = replace(images, groups=find_groups(images, rule.group_by))
     return DatasetSplits(
         title=title,
-        images=images.subset(chosen),
+        images=images,
         marks=splits[chosen],
         rule=rule,
         read=listing.read,

@@ -124,7 +124,8 @@ def test_it_is_trained_on_and_evaluated_by_its_path(tmp_path: Path, cli: Launche
     data = ["data.name=huggingface", f"data.root={path}", "train.batch_size=16", "train.epochs=1"]
     data += ["data.pipeline=workers", "data.workers=1"]
     cli.succeed("train", "digits", *TINY_RUN, *data, "-o", tmp_path / "run")
-    cli.succeed("evaluate", tmp_path / "run", "--device", "cpu", "-o", tmp_path / "evaluation")
+    options = ["--device", "cpu", "--num-examples", 0]
+    cli.succeed("evaluate", tmp_path / "run", *options, "-o", tmp_path / "evaluation")
 
 
 @pytest.mark.parametrize(

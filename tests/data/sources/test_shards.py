@@ -69,7 +69,7 @@ def test_braces_and_globs_name_shards_in_order(tmp_path: Path) -> None:
         assert (
             greys(open_dataset("webdataset", root=f"{tmp_path}/{pattern}").split("all")) == expected
         )
-    with pytest.raises(FileNotFoundError, match="names no shards"):
+    with pytest.raises(FileNotFoundError, match="absent-"):
         open_dataset("webdataset", root=f"{tmp_path}/absent-*.tar").split("train")
 
 

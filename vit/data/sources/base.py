@@ -71,8 +71,7 @@ class ImageReader:
         return None
 
     def image(self, index: int, *, draft_side: int | None = None) -> Image.Image:
-        """Decode an image to RGB, see `vit.data.images.read_image`. Raises ValueError or OSError,
-        which names it."""
+        """Decode an image to RGB, see `read_image`. Raises ValueError or OSError, which names it."""
         stored = self[index]
         if isinstance(stored, Path):
             return read_image(stored, draft_side=draft_side)
@@ -140,7 +139,7 @@ class Listing:
     class_names: Sequence[str] | None = None
     # see `ImageDataset`
     groups: Sequence[str] | None = None
-    rows: Mapping[str, Mapping[str, Any]] | None = None
+    rows: Mapping[str, Mapping[str, str]] | None = None
     # how the list was read, and what wasn't, for the plan
     read: Sequence[str] = ()
     # warnings for the user
@@ -164,13 +163,11 @@ def read_stats(paths: Sequence[str]) -> np.ndarray:
     file), times of modification and of change in nanoseconds, and inode. A copy may have the size
     and the time of the file that it replaced, but not the others."""
     stats = np.zeros((len(paths), 4), dtype=np.int64)
+    # of a link to nothing; reading the image names it
+    stats[:, 0] = -1
     for index, path in enumerate(paths):
-        try:
+        with suppress(OSError):
             stat = os.stat(path)
-        except OSError:
-            # a link to nothing; reading the image names it
-            stats[index, 0] = -1
-        else:
             inode = stat.st_ino & (2**63 - 1)
             stats[index] = stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, inode
     return stats
@@ -179,13 +176,8 @@ def read_stats(paths: Sequence[str]) -> np.ndarray:
 def compute_once(
     path: Path, keys: np.ndarray, compute: Callable[[int], Sequence[int]]
 ) -> np.ndarray:
-    """Return m numbers for each key, uint64 [n, m], and compute those that the cache lacks.
-
-    Args:
-        path: The .npz file of the cache.
-        keys: Values on which the numbers depend, [n, k].
-        compute: Returns the numbers of the key at an index; it is called in threads.
-    """
+    """Return m numbers for each key [n, k], uint64 [n, m]. Those that the .npz file `path` lacks
+    are computed in threads, from the index of a key."""
     stored = open_cached(path, partial(read_arrays, path)) or {"keys": keys[:0], "values": keys[:0]}
     known = dict(zip(map(bytes, stored["keys"]), stored["values"].tolist(), strict=True))
     texts = list(map(bytes, keys))
@@ -204,8 +196,8 @@ def compute_once(
 
 
 def read_digests(reader: ImageReader, cache_dir: Path) -> np.ndarray:
-    """Read the hash of each image's bytes, uint64 [n]. The cache keeps them by the size, the times
-    and the inode of each file, so that unchanged files aren't read again."""
+    """Read the hash of each image's bytes, uint64 [n]. Unchanged files aren't read again: the cache
+    keeps the hashes by the `stats`."""
     stats = reader.stats()
     if stats is None:
         return np.array([reader.digest(index) for index in range(len(reader))], np.uint64)
@@ -229,16 +221,14 @@ def find_split_folders(root: Path) -> dict[str, str]:
 
 
 def describe_unused(paths: Iterable[str]) -> list[str]:
-    """Return a sentence about files that aren't used, with how HEIC and DICOM are read; none
-    without any."""
+    """Return a sentence about files that aren't used, if there are any, with how HEIC and DICOM are
+    read."""
     # a name that begins with a dot is its own suffix
     suffixes = [os.path.splitext(path)[1].lower() or os.path.basename(path) for path in paths]
     if not suffixes:
         return []
-    found = shorten(", ".join(sorted(set(suffixes))), 60)
-    hints = [
-        hint
-        for hint, known in ((HEIF_HINT, HEIF_SUFFIXES), (DICOM_HINT, (DICOM_SUFFIX,)))
-        if not set(known).isdisjoint(suffixes)
-    ]
-    return ["; ".join([f"files not used: {len(suffixes):,} ({found})", *hints])]
+    text = f"files not used: {len(suffixes):,} ({shorten(', '.join(sorted(set(suffixes))), 60)})"
+    for hint, known in ((HEIF_HINT, HEIF_SUFFIXES), (DICOM_HINT, (DICOM_SUFFIX,))):
+        if not set(known).isdisjoint(suffixes):
+            text += f"; {hint}"
+    return [text]

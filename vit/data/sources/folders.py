@@ -100,8 +100,6 @@ def list_folder(root: Path, classes: Sequence[str] | None) -> Listing:
 def _list_by_name(root: Path, label_by: str) -> Listing:
     """List images whose class a regular expression finds in their path below `root`. Those in its
     folders train/, val/ and test/ are these splits. Raises ValueError if it finds no class."""
-    # before images are listed
-    search_group(label_by, [], name="data.label_by")
     files = list_below(root)
     paths = sorted(filter(is_image_name, files))
     labels = search_group(label_by, paths, name="data.label_by")
@@ -111,12 +109,10 @@ def _list_by_name(root: Path, label_by: str) -> Listing:
         if label
     }
     if not found:
-        example = shorten(str(paths[:1]))
         text = f"data.label_by {label_by!r} finds no class in the paths below {root}"
-        raise ValueError(f"{text}, {example}")
+        raise ValueError(f"{text}, {shorten(str(paths[:1]))}")
     notes = []
-    others = [path for path in paths if path not in found]
-    if others:
+    if others := [path for path in paths if path not in found]:
         text = f"{len(others):,} images have no class by data.label_by and are not used"
         notes.append(f"{text}, such as {others[0]}")
     splits = {split for _, split in found.values()}

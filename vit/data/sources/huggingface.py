@@ -73,12 +73,12 @@ def _list_parquet(place: str) -> dict[str, list[str]]:
 
 
 def find_huggingface(root: Path | str, rule: ImageRule) -> Listing:
-    """List the data set "hf:NAME" or "hf:NAME:CONFIGURATION" of the Hub, or Parquet files.
+    """List the data set "hf:NAME" or "hf:NAME:CONFIGURATION" of the Hub, or Parquet files, but for
+    splits without labels.
 
-    An image is in the column image or img; its class is in label, labels or class, as a text, a
-    whole number, or a number that the file's features name; several labels are a list of these.
-    Splits without labels are left out. Raises ValueError if the library isn't installed, or there
-    are no images and labels, and OSError if the data set can't be read.
+    A class is a text, a whole number, or a number that the file's features name; several labels are
+    a list of these. Raises ValueError if the library isn't installed, or there are no images and
+    labels, and OSError if the data set can't be read.
     """
     origin = f"data.root {root}"
     tables = _load(str(root), origin=origin)

@@ -42,20 +42,17 @@ def find_python_objects(
     model_classes: Sequence[str] | None = None,
     task: str | None = None,
 ) -> Listing:
-    """List images passed from Python.
+    """List images passed from Python. Raises ValueError if they or their labels are of another type
+    than these, or sets have different classes.
 
     Args:
         dataset: A set of items that is read by index, pairs (image, label) or dictionaries with the
             keys image (img) and label (labels, class); images and labels [n]; or a dictionary of
             such sets by split. An image is one of PIL, or see `convert_pixels`. A label is the name
             or the number of a class, or a list of names.
-        class_names: None takes those that the set has, see `find_class_names`, or the labels.
-        split: Split of a data set that isn't a dictionary.
-        model_classes: Names of the classes if there are no others.
-        task: See `ImageRule`.
-
-    Raises:
-        ValueError: The images or labels are of another type, or the sets have different classes.
+        class_names: None takes those that the set has, see `find_class_names`, or else the
+            `model_classes`, or the labels.
+        split: The split of a set that is in no dictionary.
     """
     parts = dataset if isinstance(dataset, Mapping) else {split: dataset}
     if not parts or not parts.keys() <= SPLIT_OF.keys():
@@ -121,7 +118,7 @@ def _list_items(part: Any) -> Any:
     if is_table or not (hasattr(part, "__getitem__") and hasattr(part, "__len__")):
         raise ValueError(
             f"dataset is of the type {type(part).__name__}, not (images, labels) nor a data set of"
-            " torch; pass list(…) of items, and read a table from its file (data.root=TABLE.csv)"
+            " torch; pass list(…) of items, or the file of a table as data"
         )
     return part
 
@@ -150,18 +147,16 @@ def _as_plain(label: Any) -> Any:
 def _name_labels(
     labels: Sequence[Any], known: Sequence[str], *, task: str | None
 ) -> tuple[list[Any], Sequence[str]]:
-    """Return the class of each image by its name, or its labels, a tuple; and the names of all.
-    Raises ValueError if they aren't of one kind, or not those of the known classes."""
+    """Return the class of each image by its name, or its labels, a tuple; and the names of all."""
     are_sets = task != "classes" and all(isinstance(label, list) for label in labels)
     each = list(chain.from_iterable(labels)) if are_sets else labels
-    is_right = are_sets or task != "multilabel"
     if not are_sets and all(isinstance(label, int) for label in labels):
         # without names, the labels count the classes
         known = known or [f"class {place}" for place in range(len(set(labels)))]
-        is_right = is_right and 0 <= min(labels) <= max(labels) < len(known)
-        if is_right:
+        if 0 <= min(labels) <= max(labels) < len(known):
             labels = each = [known[label] for label in labels]
-    if not is_right or not all(isinstance(value, str) for value in each):
+    is_wrong = task == "multilabel" and not are_sets
+    if is_wrong or not all(isinstance(value, str) for value in each):
         values = shorten(", ".join(sorted(set(map(repr, each)))))
         raise ValueError(
             f"the labels of dataset are {values}, not class names nor integers that count the"

@@ -51,20 +51,27 @@ class ShardReader(ImageReader):
 
 def find_shards(place: Path | str, rule: ImageRule) -> Listing:
     """List the images of shards: those of a folder, see `list_by_split`, or of a pattern with globs
-    or braces, also of addresses ("shards-{000..009}.tar", "s3://bucket/*.tar").
-
-    The text of an image's label is its class, or its labels with "|" between them where
-    `data.task=multilabel`. Raises ValueError for a damaged shard or a missing label, and OSError if
-    there are no shards.
-    """
+    or braces, also of addresses ("shards-{000..009}.tar", "s3://bucket/*.tar"). Several labels in
+    one text have "|" between them. Raises ValueError for a damaged shard or a missing label, and
+    OSError if there are no shards."""
     root = os.path.expanduser(str(place)).rstrip("/")
+    names_of_shards = list(braceexpand(root))
     # split of each shard, its name, and its file
     if is_remote(root):
-        pairs = _fetch_files(list(braceexpand(root)), default_cache_dir() / "remote")
+        pairs = _fetch_files(names_of_shards, default_cache_dir() / "remote")
         shards = [("train", *pair) for pair in pairs]
     else:
-        by_split = list_by_split(root, ".tar") or {"train": _expand_pattern(root)}
-        shards = [(split, path, path) for split, each in by_split.items() for path in each]
+        by_split = list_by_split(root, ".tar") or {
+            # opening a file that is missing names it
+            "train": [
+                file for name in names_of_shards for file in sorted(glob.glob(name)) or [name]
+            ]
+        }
+        shards = [
+            (split, file.replace(os.sep, "/"), file)
+            for split, files in by_split.items()
+            for file in files
+        ]
     if not shards:
         raise FileNotFoundError(f"{root} names no shards; check it")
     labels: list[Any] = []
@@ -111,20 +118,9 @@ def list_by_split(folder: str, suffix: str) -> dict[str, list[str]]:
         # "valuable-0.tar" is not "val"
         found = re.match(r"[A-Za-z]*", os.path.relpath(path, folder))
         if found and found[0].lower() in SPLIT_OF:
-            splits[SPLIT_OF[found[0].lower()]].append(path.replace(os.sep, "/"))
+            splits[SPLIT_OF[found[0].lower()]].append(path)
     named = {split: paths for split, paths in splits.items() if paths}
     return named or ({"train": top} if top else {})
-
-
-def _expand_pattern(pattern: str) -> list[str]:
-    """List the shards of a pattern, in its order. Raises FileNotFoundError if one is missing."""
-    shards: list[str] = []
-    for name in braceexpand(pattern):
-        files = sorted(filter(os.path.isfile, glob.glob(name) or [name]))
-        if not files:
-            raise FileNotFoundError(f"data.root {name} names no shards (.tar); check the path")
-        shards += [file.replace(os.sep, "/") for file in files]
-    return shards
 
 
 def _fetch_files(addresses: Sequence[str], cache_dir: Path) -> list[tuple[str, str]]:

@@ -41,7 +41,7 @@ def find_table(root: Path) -> Path | None:
     return next(filter(is_table, (root, *(root / name for name in _NAMES))), None)
 
 
-def read_table(path: Path) -> tuple[dict[int, Row], list[str]]:
+def _read_table(path: Path) -> tuple[dict[int, Row], list[str]]:
     """Read a table: UTF-8, UTF-16 with its mark, or Windows-1252. The first line is the header, and
     the sign that is most frequent in it divides the columns. Return line number → row, and
     warnings. Raises ValueError for a damaged one."""
@@ -81,7 +81,7 @@ def read_table(path: Path) -> tuple[dict[int, Row], list[str]]:
 def list_table(path: Path, rule: ImageRule) -> Listing:
     """List the images of a table, which lie below its folder. Raises ValueError for wrong rows,
     with the numbers of their lines."""
-    rows, notes = read_table(path)
+    rows, notes = _read_table(path)
     known = list(next(iter(rows.values())))
     used = _find_columns(path, known, rule)
     ways = [f"{what} in {', '.join(map(repr, names))}" for what, names in used.items() if names]
