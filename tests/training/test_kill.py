@@ -49,10 +49,14 @@ def wait_for(
             time.sleep(0.002)
 
 
-@pytest.mark.chaos
 @pytest.mark.parametrize(
     ("pipeline", "kills"),
-    [("resident", 3), ("cached", 3), pytest.param("resident", 50, marks=pytest.mark.slow)],
+    [
+        ("resident", 1),
+        pytest.param("resident", 3, marks=pytest.mark.chaos),
+        pytest.param("cached", 3, marks=pytest.mark.chaos),
+        pytest.param("resident", 50, marks=pytest.mark.slow),
+    ],
 )
 def test_kill_9_loses_nothing(
     cli: Launcher, start: Start, empty_yaml: Path, tmp_path: Path, pipeline: str, kills: int
