@@ -157,7 +157,7 @@ class ModelConfig(_Section):
     depth: int = Field(12, gt=0, le=1000)
     num_heads: int = Field(3, gt=0)
     mlp_ratio: float = Field(4.0, gt=0, le=64)
-    mlp: Literal["gelu", "relu2", "swiglu"] = "gelu"
+    mlp: Literal["gelu", "relu2"] = "gelu"
     global_pool: Literal["token", "avg"] = "token"
     pos_embed: Literal["learned", "sincos"] = "learned"
     reg_tokens: int = Field(0, ge=0, le=8)

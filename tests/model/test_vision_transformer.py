@@ -21,7 +21,7 @@ OPTIONS = [
     {"stem": "conv_pool_residual", "global_pool": "avg"},
     {"stem": "conv_residual", "global_pool": "avg"},
     {
-        "mlp": "swiglu",
+        "mlp": "relu2",
         "qk_norm": True,
         "init_values": 1e-5,
         "reg_tokens": 4,
@@ -104,7 +104,7 @@ class TestGeometry:
                 {"stem": "resnet"},
                 "unknown stem 'resnet'; known: conv, conv_pool, conv_pool_residual, conv_residual, patch",
             ),
-            ({"mlp": "tanh"}, "unknown mlp 'tanh'; known: gelu, relu2, swiglu"),
+            ({"mlp": "tanh"}, "unknown mlp 'tanh'; known: gelu, relu2"),
             ({"pos_embed": "rope"}, "unknown pos_embed 'rope'; known: learned, sincos"),
             (
                 {"stem": "conv", "patch_size": (3, 4), "img_size": 12},

@@ -80,7 +80,7 @@ RECIPES = {
         *("augment.resized_crop_scale=[0.5,1]", "augment.flip=random", "train.precision=bfloat16"),
         *("optimizer.name=adamw", "train.ema_decay=0.9", "train.class_balance=weights"),
     ],
-    "resident, sgd, gradients recomputed, swiglu": [
+    "resident, sgd, gradients recomputed": [
         *(
             "optimizer.name=sgd",
             "train.grad_checkpointing=true",
@@ -89,7 +89,6 @@ RECIPES = {
         ),
         *(
             "model.global_pool=avg",
-            "model.mlp=swiglu",
             "model.pos_embed=sincos",
             "augment.flip=alternating",
         ),
@@ -240,11 +239,6 @@ def test_a_run_equals_the_cpus_with_one_copy_a_step_and_no_wait(
     of_cpu.trainer.train()
     states = [flatten(each.trainer.train_step.state_dict()) for each in (of_cpu, run)]
     assert states[0].keys() == states[1].keys()
-    limit = 1e-5 if "swiglu" in name else 0
     for key, expected in states[0].items():
-        difference = (states[1][key].cpu().double() - expected.double()).norm()
-        assert difference <= limit * float(expected.double().norm()), key
-    for found, expected in zip(
-        *(read_metrics(tmp_path / device) for device in ("npu", "cpu")), strict=True
-    ):
-        assert found == pytest.approx(expected, rel=limit, abs=limit)
+        assert torch.equal(states[1][key].cpu(), expected), key
+    assert read_metrics(tmp_path / "npu") == read_metrics(tmp_path / "cpu")

@@ -61,28 +61,23 @@ class Mlp(nn.Module):
     """Two linear maps around an activation, for each token independently.
 
     Args:
-        hidden_dim: Width between the maps; "swiglu" counts both its halves, as timm's packed one.
-        activation: "gelu" (exact), "relu2" = max(x, 0)² (So et al. 2021) or "swiglu" = silu(a)·b
-            (Shazeer 2020).
+        hidden_dim: Width between the maps.
+        activation: "gelu" (exact) or "relu2" = max(x, 0)² (So et al. 2021).
     """
 
     def __init__(self, embed_dim: int, hidden_dim: int, *, activation: str = "gelu") -> None:
         super().__init__()
-        check_choice(activation, ("gelu", "relu2", "swiglu"), name="mlp")
+        check_choice(activation, ("gelu", "relu2"), name="mlp")
         self.activation = activation
         self.fc1 = nn.Linear(embed_dim, hidden_dim)
-        self.fc2 = nn.Linear(hidden_dim // 2 if activation == "swiglu" else hidden_dim, embed_dim)
+        self.fc2 = nn.Linear(hidden_dim, embed_dim)
 
     def forward(self, tokens: Tokens) -> Tokens:
         hidden = self.fc1(tokens)
-        if self.activation == "swiglu":
-            # One map computes both halves. The gate comes first, as in timm.
-            gate, hidden = hidden.chunk(2, dim=-1)
-            hidden = F.silu(gate) * hidden
-        elif self.activation == "gelu":
-            hidden = F.gelu(hidden)
-        else:
+        if self.activation == "relu2":
             hidden = F.relu(hidden).square()
+        else:
+            hidden = F.gelu(hidden)
         output: Tensor = self.fc2(hidden)
         return output
 

@@ -118,9 +118,7 @@ def _find_feature_without_counterpart(module: nn.Module) -> str | None:
         return f"norms that aren't LayerNorm with epsilon {NORM_EPS}"
 
     mlp = block.mlp
-    activation = nn.SiLU if type(mlp) is layers.GluMlp else nn.GELU
-    is_known = type(mlp) in (layers.Mlp, layers.GluMlp) and isinstance(mlp.act, activation)
-    is_other = getattr(mlp.act, "approximate", "none") != "none" or getattr(mlp, "gate_last", False)
-    if not is_known or is_other:
+    is_gelu = isinstance(mlp.act, nn.GELU) and mlp.act.approximate == "none"
+    if type(mlp) is not layers.Mlp or not is_gelu:
         return f"an MLP that is {type(mlp).__name__} with {mlp.act}"
     return None

@@ -113,7 +113,6 @@ def infer_architecture(
         embed_dim, in_chans, *patch_size = weights[_PATCHES].shape
         num_positions = weights["pos_embed"].shape[1]
         hidden_dim = weights["blocks.0.mlp.fc1.weight"].shape[0]
-        is_gated = hidden_dim != weights["blocks.0.mlp.fc2.weight"].shape[1]
     except (KeyError, ValueError):
         raise ValueError(
             f"{origin} is not a plain vision transformer with timm's names, but holds "
@@ -139,7 +138,6 @@ def infer_architecture(
         "depth": _count_blocks(weights),
         "num_heads": num_heads or _find_num_heads(embed_dim, origin),
         "mlp_ratio": hidden_dim / embed_dim,
-        "mlp": "swiglu" if is_gated else "gelu",
         "qkv_bias": "blocks.0.attn.qkv.bias" in weights,
         "qk_norm": "blocks.0.attn.q_norm.weight" in weights,
         "init_values": 1e-5 if "blocks.0.ls1.gamma" in weights else None,

@@ -118,7 +118,7 @@ def test_several_labels_are_sigmoids_in_a_pipeline_of_transformers(
     ("format", "options", "preprocess"),
     [
         ("timm", {"stem": "conv"}, PREPROCESS),
-        ("timm", {"mlp": "swiglu"}, PREPROCESS),
+        ("timm", {"mlp": "relu2"}, PREPROCESS),
         ("huggingface", {"stem": "conv"}, PREPROCESS),
         ("huggingface", {"qk_norm": True}, PREPROCESS),
         ("huggingface", {"init_values": 0.1}, PREPROCESS),

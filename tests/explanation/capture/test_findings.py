@@ -94,6 +94,7 @@ def make_timm(**options: object) -> nn.Module:
         "vit_tiny_patch16_224",
         img_size=32,
         patch_size=8,
+        embed_dim=48,
         depth=2,
         num_classes=5,
         **options,

@@ -20,7 +20,11 @@ from vit.explanation.methods.maps import compute_maps
 
 OTHERS: dict[str, tuple[Callable[[], nn.Module], int, str]] = {
     "PiT": (lambda: timm.create_model("pit_ti_224"), 224, "no place in a map|something else"),
-    "CrossViT": (lambda: timm.create_model("crossvit_tiny_240"), 240, "are there branches"),
+    "CrossViT": (
+        lambda: timm.create_model("crossvit_tiny_240", depth=((1, 1, 0),)),
+        240,
+        "are there branches",
+    ),
     "two attentions in a block": (
         lambda: timm.create_model("vit_dlittle_patch16_reg1_gap_256", depth=1),
         256,
