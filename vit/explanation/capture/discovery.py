@@ -173,10 +173,7 @@ def discover_layers(model: nn.Module, image_shape: tuple[int, ...]) -> Discovere
     family = type(model).__name__
     images = draw_noise((1, *image_shape), next(model.parameters())).repeat(_BATCH, 1, 1, 1)
     watch = _Discovery()
-    with ExitStack() as stack:
-        stack.enter_context(keep_mode(model))
-        stack.enter_context(run_as_written())
-        model.eval()
+    with evaluation_mode(model), ExitStack() as stack:
         try:
             run_whole(model, images[:1])  # it may keep what it computes in its first pass
             for name, module in model.named_modules():
@@ -238,4 +235,22 @@ def run_as_written() -> Iterator[None]:
         # nothing is compiled before the compiler is imported, which takes a second
         if "torch._dynamo" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Keep the model in evaluation mode, with no parameter that requires a gradient, and without
+    checkpointing, which runs blocks again in the backward pass."""
+    with ExitStack() as stack:
+        stack.enter_context(keep_mode(model))
+        stack.enter_context(run_as_written())
+        # a caller may train the model afterwards
+        for parameter in model.parameters():
+            stack.callback(parameter.requires_grad_, parameter.requires_grad)
+        for module in model.modules():
+            if getattr(module, "grad_checkpointing", False):
+                stack.callback(setattr, module, "grad_checkpointing", True)
+                module.grad_checkpointing = False  # type: ignore[assignment]
+        model.eval().requires_grad_(False)
         yield

@@ -21,7 +21,12 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from vit.bundle import Bundle
-from vit.explanation.capture.discovery import LayerWatch, run_as_written, run_whole
+from vit.explanation.capture.discovery import (
+    LayerWatch,
+    evaluation_mode,
+    run_as_written,
+    run_whole,
+)
 from vit.explanation.capture.feature_maps import (
     check_feature_map,
     order_channels,
@@ -38,7 +43,6 @@ from vit.explanation.capture.tokens import Grid, draw_noise
 from vit.explanation.capture.verification import check_bypass, check_mixing, check_places
 from vit.explanation.targets import CLASS, Target
 from vit.model.logits import at_least_float32, compute_logits
-from vit.model.model_info import keep_mode
 from vit.runtime.tensors import Images, Logits, Tokens
 
 PatchMaps = Float[Tensor, "B rows columns"]
@@ -178,18 +182,14 @@ def capture_attention(model: nn.Module, *, gradients: bool = False) -> Iterator[
         raise ValueError("torch.compile's code can't be recorded; pass, and call, the model within")
     record = AttentionRecord(gradients=gradients)
     with ExitStack() as stack, ExitStack() as hooks:
-        has_begun = False
 
-        def begin(
-            module: nn.Module, args: tuple[Any, ...], options: dict[str, Any] | None = None
-        ) -> None:
+        def begin(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
             # the images tell their size; to find the layers, the model runs once more
-            nonlocal has_begun
-            for images in (*args, *(options or {}).values()):
-                if not has_begun and isinstance(images, Tensor) and images.ndim == 4:
-                    has_begun = True
+            for images in (*args, *options.values()):
+                if isinstance(images, Tensor) and images.ndim == 4:
                     hooks.close()
                     stack.enter_context(record.watch(read_model(model, images))).begin()
+                    return
 
         stack.enter_context(run_as_written())
         # parts of a model may be called without it
@@ -359,24 +359,6 @@ def open_reader(bundle: Bundle) -> ModelReader:
     reader = read_model(bundle.model, images)
     settle_source(reader, images)
     return reader
-
-
-@contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Keep the model in evaluation mode, with no parameter that requires a gradient, and without
-    checkpointing, which runs blocks again in the backward pass."""
-    with ExitStack() as stack:
-        stack.enter_context(keep_mode(model))
-        stack.enter_context(run_as_written())
-        # a caller may train the model afterwards
-        for parameter in model.parameters():
-            stack.callback(parameter.requires_grad_, parameter.requires_grad)
-        for module in model.modules():
-            if getattr(module, "grad_checkpointing", False):
-                stack.callback(setattr, module, "grad_checkpointing", True)
-                module.grad_checkpointing = False  # type: ignore[assignment]
-        model.eval().requires_grad_(False)
-        yield
 
 
 def differentiate(score: Float[Tensor, " B"], tensor: Tensor) -> Tensor:

@@ -17,12 +17,12 @@ from vit.explanation.capture.discovery import (
     OnLayer,
     OnTokens,
     discover_layers,
+    evaluation_mode,
 )
 from vit.explanation.capture.tokens import Grid, draw_noise
 from vit.model.averaged_model import AveragedModel
 from vit.model.logits import compute_logits
-from vit.model.model_info import keep_mode, unwrap_model
-from vit.model.vision_transformer import VisionTransformer
+from vit.model.model_info import unwrap_model
 from vit.runtime.tensors import Images
 
 # Maps of a model are read from one of these.
@@ -124,11 +124,6 @@ class ModelReader:
         return num_tokens - math.prod(found[0]), found[0]
 
     @property
-    def is_ours(self) -> bool:
-        """True for this project's model, whose blocks and head can run one by one."""
-        return isinstance(self.model, VisionTransformer)
-
-    @property
     def can_drop_tokens(self) -> bool:
         """True if tokens can be left out of a forward pass: the model has attention, and the
         attention doesn't get the positions of all patches (rotary embeddings, relative position
@@ -148,8 +143,7 @@ class ModelReader:
             return torch.cat([first, second[:, ::2].flip(turned_axes)], dim=1)
 
         logits = []
-        with keep_mode(self.model):
-            self.model.eval()
+        with evaluation_mode(self.model):
             for turned_axes in ((), (1,)):
                 try:
                     with self.change_tokens(partial(keep_half, turned_axes)):

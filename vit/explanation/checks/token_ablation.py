@@ -7,7 +7,7 @@ for models that need all of their tokens.
 """
 
 from collections.abc import Callable
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -93,12 +93,12 @@ def build_removal(
 
 def _classify_tokens(reader: ModelReader, tokens: Tokens, images: Images) -> Float[Tensor, "r C"]:
     """Compute logits from the tokens before the first block."""
-    if not reader.is_ours:
+    model = reader.model
+    if not isinstance(model, VisionTransformer):
         with reader.change_tokens(lambda embedded_again: tokens):
-            return compute_logits(reader.model, images)
+            return compute_logits(model, images)
     # a convolutional stem may cost as much as the blocks, so it doesn't run again
-    ours = cast("VisionTransformer", reader.model)
-    for block in ours.blocks:
+    for block in model.blocks:
         tokens = block(tokens)
     with torch.autocast(images.device.type, enabled=False):
-        return ours.forward_head(ours.norm(tokens).float())
+        return model.forward_head(model.norm(tokens).float())

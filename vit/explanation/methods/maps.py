@@ -10,12 +10,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from vit.explanation.capture.forward import (
-    Forward,
-    evaluation_mode,
-    run_forward,
-    settle_source,
-)
+from vit.explanation.capture.discovery import evaluation_mode
+from vit.explanation.capture.forward import Forward, run_forward, settle_source
 from vit.explanation.capture.reader import ModelReader, read_model
 from vit.explanation.methods.libra import LibraGradients
 from vit.explanation.methods.registry import METHODS, Method, find_methods
