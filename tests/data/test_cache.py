@@ -167,7 +167,7 @@ def test_unreadable_images_are_named_counted_and_left_out(
         assert dataset.labels.tolist() == [0] * 29 + [1] * 28
     with pytest.raises(
         ValueError,
-        match=r"3 of 60 images can't be read, more than .* 0\.02, such as cat/0\.png",
+        match=r"3 of 60 images can't be read, more than .* 0\.02: cat/0\.png",
     ):
         build(source, cache, max_unreadable_fraction=0.02)
     # none is readable

@@ -177,10 +177,10 @@ def check_unreadable(unreadable: Sequence[tuple[str, str]], count: int, fraction
     """Raise ValueError if more than a fraction of `count` images can't be read, or none can, from
     their ids and reasons."""
     if len(unreadable) > fraction * count or len(unreadable) == count:
-        name, reason = unreadable[0]
+        named = "; ".join(f"{name}: {reason}" for name, reason in unreadable[:10])
         raise ValueError(
             f"{len(unreadable)} of {count} images can't be read, more than the allowed fraction of"
-            f" {fraction}, such as {name}: {reason}"
+            f" {fraction}: {named}"
         )
 
 
