@@ -156,6 +156,6 @@ def test_an_option_is_used_or_refused(mode: str, cli: Launcher, desk: Path) -> N
 
 def test_numbers_have_minima(cli: Launcher) -> None:
     with pytest.raises(ValueError, match=r"^count 0 must be at least 1"):
-        check_minimum(count=1)(dict)(count=0)
-    assert check_minimum(count=1)(dict)(count=1) == {"count": 1}
+        check_minimum(1, count=0)
+    check_minimum(1, count=1, other=None)
     assert "top_k 0 must be" in cli.fail("predict", "imagenette", "docs", "--top-k", "0")

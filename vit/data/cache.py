@@ -52,7 +52,6 @@ def decode_dataset(
     cache_dir: Path | None = None,
     workers: int | None = None,
     max_unreadable_fraction: float = 0.05,
-    progress: bool = True,
 ) -> ImageDataset:
     """Decode every image once to the model's `resize_size`, or open what was decoded earlier.
 
@@ -94,7 +93,7 @@ def decode_dataset(
                 building = cache_dir / f"{name}.{secrets.token_hex(4)}.building"
                 building.mkdir()
                 try:
-                    _build(together, contents, stored, building, workers=workers, progress=progress)
+                    _build(together, contents, stored, building, workers=workers)
                     rename_durably(building, cache_dir / f"{name}.decoded")
                 except OSError:
                     # unless that process was faster
@@ -168,7 +167,6 @@ def _build(
     folder: Path,
     *,
     workers: int | None,
-    progress: bool,
 ) -> None:
     """Decode the images of a dataset into an empty folder, see `decode_dataset`."""
     # takes long to import; it starts new processes (a fork is unsafe with threads) that import no
@@ -194,7 +192,7 @@ def _build(
         delayed(_decode_chunk)(dataset.subset(chunk), chunk, pixels, preprocess)
         for chunk in np.split(np.arange(count), range(_CHUNK, count, _CHUNK))
     )
-    with show_progress(f"decoding {dataset.name}", count, shown=progress) as advance:
+    with show_progress(f"decoding {dataset.name}", count) as advance:
         try:
             for chunk, chunk_hashes, chunk_failures in pool(tasks):
                 hashes[:, chunk] = chunk_hashes

@@ -29,13 +29,11 @@ from vit.prediction.predictor import BatchPredictor
 from vit.prediction.probabilities import Float32s
 from vit.runtime.arguments import check_minimum
 from vit.runtime.device import describe_device
-from vit.runtime.processes import current_process
 from vit.runtime.progress import show_progress
 from vit.runtime.version import collect_versions
 
 
 @keeps_mode
-@check_minimum(num_examples=0, batch_size=1)
 def evaluate(
     model: Models,
     *,
@@ -113,6 +111,8 @@ def evaluate(
         >>> result.evaluation.metrics["top1"]
         >>> result.evaluation.intervals["top1"]
     """
+    check_minimum(0, num_examples=num_examples)
+    check_minimum(1, batch_size=batch_size)
     image_rule = ImageRule(
         label_by=label_by,
         path_column=path_column,
@@ -284,7 +284,7 @@ def _measure(
 
 
 def _predict(predictor: BatchPredictor, images: EvaluationSet, *, title: str) -> Float32s:
-    with show_progress(title, len(images), shown=current_process().is_main) as advance:
+    with show_progress(title, len(images)) as advance:
         return predictor.predict(images.read, count=len(images), on_progress=advance)
 
 

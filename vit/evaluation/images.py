@@ -21,7 +21,6 @@ from vit.prediction.features import read_dataset
 from vit.prediction.predictor import Pixels
 from vit.prediction.probabilities import Bools, Ints
 from vit.runtime.arguments import check_kind, shorten
-from vit.runtime.processes import current_process
 
 # names of duplicates in evaluation.json
 _MAX_NAMES = 20
@@ -63,11 +62,7 @@ def load_images(bundle: Bundle, splits: DatasetSplits, split: str | None) -> Eva
         )
     # Unknown classes are refused before the decoding, which may take minutes.
     find_labels(source, bundle.class_names)
-    decoded = decode_dataset(
-        source,
-        bundle.preprocess,
-        progress=current_process().is_main,
-    )
+    decoded = decode_dataset(source, bundle.preprocess)
     ids = tuple(printable(name) for name in decoded.ids)
     labels = find_labels(decoded, bundle.class_names)
     return EvaluationSet(decoded, ids, labels, bundle.preprocess)

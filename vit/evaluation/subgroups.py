@@ -9,7 +9,6 @@ from vit.data.dataset import ImageDataset, printable
 from vit.evaluation.intervals import Interval
 from vit.evaluation.metrics import Scores, find_known, measure
 from vit.runtime.arguments import shorten
-from vit.runtime.numbers import format_interval, format_percent
 
 # more values make no table that anybody reads
 _MAX_VALUES = 100
@@ -25,14 +24,6 @@ class Subgroup:
     num_groups: int
     metric: float | None
     interval: Interval
-
-    def list_cells(self) -> list[str]:
-        """Return the row of a table for people."""
-        cells = [self.name, f"{self.num_images:,}", f"{self.num_groups:,}", "–", ""]
-        if self.metric is not None:
-            count = self.num_images
-            cells[3:] = format_percent(self.metric, count), format_interval(self.interval, count)
-        return cells
 
 
 def read_values(dataset: ImageDataset, column: str) -> dict[str, str]:

@@ -21,7 +21,6 @@ from vit.runtime.tensors import Images
 
 
 @keeps_mode
-@check_minimum(batch_size=1)
 def attribute(
     model: ModelLike,
     images: Images,
@@ -60,6 +59,7 @@ def attribute(
         >>> maps = vit.attribute(model, images, target=labels)
         >>> maps.shape  # [B, rows, columns]
     """
+    check_minimum(1, batch_size=batch_size)
     is_multilabel = False
     if not isinstance(model, nn.Module):
         device = str(images.device) if isinstance(model, str | Path) else "auto"

@@ -32,7 +32,6 @@ _NUM_TESTED = 16
 
 @keeps_mode
 @torch.inference_mode(False)  # a model that is loaded in it can't be differentiated
-@check_minimum(num_images=1, batch_size=1)
 def explain(
     model: Models,
     images: ImageInputs | None = None,
@@ -96,6 +95,7 @@ def explain(
         >>> result = vit.explain("runs/digits", "photo.png", methods="gae")
         >>> result.maps["gae"].shape  # [1, rows, columns]
     """
+    check_minimum(1, num_images=num_images, batch_size=batch_size)
     bundle = open_model(model, device=device, class_names=class_names, preprocess=preprocess)
     inputs = None if images is None else list(list_images(images))
     items = find_items(bundle, inputs, num_images)

@@ -55,7 +55,6 @@ class Predictor:
         >>> columns["predicted"]  # the names of two classes
     """
 
-    @check_minimum(top_k=1, batch_size=1)
     def __init__(
         self,
         model: Models,
@@ -65,6 +64,7 @@ class Predictor:
         device: str = "auto",
         precision: str = "auto",
     ) -> None:
+        check_minimum(1, top_k=top_k, batch_size=batch_size)
         self.model = model
         self.top_k = top_k
         self.batch_size = batch_size

@@ -97,7 +97,6 @@ def iterate_predictions(
 
 
 @keeps_mode
-@check_minimum(batch_size=1)
 def embed(
     model: ModelLike,
     images: ImageInputs,
@@ -126,6 +125,7 @@ def embed(
         >>> features = vit.embed("runs/digits", ["photo.png", "other.png"])
         >>> features.shape  # (2, D)
     """
+    check_minimum(1, batch_size=batch_size)
     bundle = open_model(model, device=device)
     predictor = BatchPredictor.from_bundle(bundle, batch_size=batch_size, precision=precision)
     features = [np.zeros((0, count_features(bundle.model)), dtype=np.float32)]

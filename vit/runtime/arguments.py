@@ -1,9 +1,8 @@
 """Check values, and write text for messages about them."""
 
 import re
-from collections.abc import Callable, Collection, Sequence
-from functools import wraps
-from typing import Any, Literal, TypeVar, cast
+from collections.abc import Collection, Sequence
+from typing import Literal
 from unicodedata import category
 
 Precision = Literal["float32", "bfloat16", "float16"]
@@ -13,7 +12,6 @@ MAX_SIDE = 2**14
 HIDDEN = "***"
 # Parts of the names of address parameters whose values are secret.
 _SECRET = "token|sig|key|secret|passw|auth|credential|policy"
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def shorten(text: str, max_characters: int = 200) -> str:
@@ -89,22 +87,11 @@ def resolve_image_sizes(
     return tuple(resolved)
 
 
-def check_minimum(**minima: float) -> Callable[[Function], Function]:
-    """Decorate a public function, so that a call raises ValueError if one of these keyword arguments
-    is below its minimum."""
-
-    def decorate(function: Function) -> Function:
-        @wraps(function)
-        def checked(*args: Any, **kwargs: Any) -> Any:
-            for name, minimum in minima.items():
-                value = kwargs.get(name)
-                if value is not None and value < minimum:
-                    raise ValueError(f"{name} {value} must be at least {minimum}")
-            return function(*args, **kwargs)
-
-        return cast(Function, checked)
-
-    return decorate
+def check_minimum(minimum: float, **values: float | None) -> None:
+    """Raise ValueError that names an argument whose value is below the minimum; None isn't."""
+    for name, value in values.items():
+        if value is not None and value < minimum:
+            raise ValueError(f"{name} {value} must be at least {minimum}")
 
 
 def as_tuple(values: str | Sequence[str]) -> tuple[str, ...]:

@@ -43,7 +43,6 @@ from vit.training.run_directory import (
 _BATCH_IMAGES = 64
 
 
-@check_minimum(minutes=0.01, folds=2)
 def train(
     config: ConfigLike | None = None,
     *,
@@ -154,6 +153,8 @@ def train(
             " if __name__ == '__main__': in it"
         )
     started_at = time.perf_counter()
+    check_minimum(0.01, minutes=minutes)
+    check_minimum(2, folds=folds)
     passing = "a recipe, YAML file, photos or sections; pass images from Python as dataset=…"
     check_kind(config, (str, Path, Mapping, NoneType), name="config", expected=passing)
     texts = 'a list of texts, such as ["train.epochs=20"], or a dictionary'

@@ -37,7 +37,6 @@ class AuditResult(Result):
         }
 
 
-@check_minimum(batch_size=1)
 def audit(
     data: str | Path | None = None,
     *,
@@ -92,6 +91,7 @@ def audit(
         >>> result = vit.audit("photos", model="timm:vit_small_patch14_dinov2")
         >>> result.audit.label_errors[:3]
     """
+    check_minimum(1, batch_size=batch_size)
     if model is None:
         raise ValueError(
             "vit audit compares images by the features of a model: add --model timm:NAME, a folder of"

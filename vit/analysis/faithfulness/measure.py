@@ -44,7 +44,6 @@ MIN_IMAGES = 8
 _DRAWN = 4
 
 
-@check_minimum(num_images=8, batch_size=1)
 @keeps_mode
 def measure_faithfulness(
     model: ModelLike,
@@ -88,6 +87,8 @@ def measure_faithfulness(
         >>> result = vit.measure_faithfulness("runs/digits", methods="gae")
         >>> result.summary["metrics"]["srg"]["best"]
     """
+    check_minimum(MIN_IMAGES, num_images=num_images)
+    check_minimum(1, batch_size=batch_size)
     check_data(data, dataset)
     names = list(as_tuple(methods))
     if names == ["all"]:
