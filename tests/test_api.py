@@ -196,8 +196,9 @@ def plain(directory: Path) -> dict[str, Any]:
 def test_an_evaluation_saves_what_the_command_writes(
     tiny_run: Path, tmp_path: Path, cli: Launcher
 ) -> None:
-    cli.succeed("evaluate", tiny_run, "--precision", "float32", "--output", tmp_path / "command")
-    result = vit.evaluate(vit.load_bundle(tiny_run), precision="float32")
+    arguments = ("--precision", "float32", "--num-examples", 2, "--output", tmp_path / "command")
+    cli.succeed("evaluate", tiny_run, *arguments)
+    result = vit.evaluate(vit.load_bundle(tiny_run), precision="float32", num_examples=2)
     result.save(tmp_path / "saved")
     saved, written = contents(tmp_path / "saved"), contents(tmp_path / "command")
     assert saved.keys() == written.keys()

@@ -152,7 +152,8 @@ def evaluate(labels: Ints, *, rule: str | None = None, sharpness: float = 1.0) -
     if rule is not None:
         point = {"rule": rule, "thresholds": {"<b>|": 0.0}, "num_images": 9}
         bundle = replace(bundle, metadata={**bundle.metadata, "operating_point": point})
-    result = vit.evaluate(bundle, dataset=(pixels, labels), device="cpu", precision="float32")
+    options: Any = {"device": "cpu", "precision": "float32", "num_examples": 2}
+    result = vit.evaluate(bundle, dataset=(pixels, labels), **options)
     assert isinstance(result, EvaluationResult)
     return result
 

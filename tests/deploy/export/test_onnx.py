@@ -64,8 +64,10 @@ def run_program(folder: Path, *paths: Path) -> list[dict[str, Any]]:
     ("task", "preprocess"),
     [
         ("classes", None),
-        ("class from a threshold", {"interpolation": "bilinear"}),
-        ("labels", {"resize_mode": "stretch", "image_size": [32, 48]}),
+        (
+            "class from a threshold",
+            {"interpolation": "bilinear", "resize_mode": "stretch", "image_size": [32, 48]},
+        ),
         ("labels from thresholds", {"crop_pct": 0.6, "value_range": [1000.0, 60000.0]}),
     ],
 )
