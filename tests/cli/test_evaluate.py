@@ -184,7 +184,7 @@ def test_an_operating_point_is_told_and_kept_in_a_copy_of_the_model(
     assert written["operating_point"] == "bee:sensitivity=0.75"
     # the directory of an evaluation isn't replaced with the model in it
     again = (first, "--data", root, "--output", first, "--overwrite")
-    assert "holds the evaluated model" in evaluate(*again)[2]
+    assert ", from which this is made" in evaluate(*again)[2]
     # a second evaluation uses what the first one chose
     assert evaluate(first, *few, "--output", tmp_path / "second")[0] == 0
     threshold = decided.operating_point["thresholds"]["bee"]

@@ -34,12 +34,10 @@ class _Worker(Predictor):
 
 
 def predict_on_ray(places: Sequence[str], *, output: str, resume: bool, **options: Any) -> None:
-    """Write a row with the columns of `vit.Predictor` for each image that has none yet.
+    """Write a row with the columns of `vit.Predictor`, which takes the options, for each image that
+    has none yet into a folder of Parquet files, or its address. With `resume` it may have rows.
 
-    Args:
-        places: Folders and addresses of images; tables (.csv) and Parquet with a column `path`.
-        output: Folder of Parquet files, or its address. With `resume` it may have rows.
-        options: Arguments of `vit.Predictor`.
+    The places are folders and addresses of images, or tables (.csv) and Parquet with a column path.
     """
     # a mistake is told before the cluster starts
     _ = Predictor(**{**options, "device": "cpu"}).bundle

@@ -25,7 +25,7 @@ from vit.model.find_file import MODEL_FILE
 from vit.prediction.conformal import SetMetrics
 from vit.prediction.probabilities import Bools, Float32s, chunk_rows
 from vit.runtime.documents import escape_formula
-from vit.runtime.files import FileContent, Result, compute_sha256, expand_home, format_json
+from vit.runtime.files import FileContent, Result, compute_sha256, format_json
 from vit.runtime.numbers import format_interval, format_number, format_percent
 
 EVALUATION_FILE = "evaluation.json"
@@ -242,6 +242,11 @@ class EvaluationResult(Result):
     def __repr__(self) -> str:
         return f"EvaluationResult{repr(self.evaluation).removeprefix('Evaluation')}"
 
+    @property
+    def sources(self) -> Sequence[str]:
+        names: list[str] = self.bundle.metadata.get("models", [self.bundle.name])
+        return names
+
     def build_files(self) -> dict[str, FileContent]:
         # templates and maps, which not every evaluation needs
         from vit.evaluation.report.report import build_report
@@ -297,23 +302,6 @@ class EvaluationResult(Result):
             sha256 = compute_sha256(path.with_name(MODEL_FILE))
             evaluation = evaluation.model_copy(update={"model_sha256": sha256})
         path.write_text(format_json(evaluation.model_dump(mode="json")), encoding="utf-8")
-
-    def save(self, directory: str | Path, *, overwrite: bool = False) -> None:
-        """Write what `vit evaluate` writes.
-
-        Args:
-            directory: New or empty directory.
-            overwrite: Replace an earlier result of vit in it.
-
-        Raises:
-            FileExistsError: It holds files, and `overwrite` is not set or vit did not make them.
-            ValueError: It holds the evaluated model.
-        """
-        output = expand_home(directory).resolve()
-        names = map(Path, self.bundle.metadata.get("models", [self.bundle.name]))
-        if any(name.resolve().is_relative_to(output) for name in names):
-            raise ValueError(f"{directory} holds the evaluated model; choose another --output")
-        super().save(directory, overwrite=overwrite)
 
 
 def find_evaluation(model: str, sha256: str) -> Evaluation | None:

@@ -29,8 +29,8 @@ def first_line(error: BaseException) -> str:
 
 
 def hide_tokens(text: str) -> str:
-    """Return text with "***" for user:password@ before the host of an address, and for the values of
-    parameters such as token, signature, X-Amz-Credential or sig."""
+    """Return text with "***" for user:password@ before the host of an address, and for the values
+    of parameters such as token, signature, X-Amz-Credential or sig."""
     text = re.sub(r"(\w://)[^/\s@'\"]*@", rf"\1{HIDDEN}@", text)
     # names of parameters are short; without a bound, the time grows with the square of the text
     name = rf"[\w.-]{{0,99}}(?:{_SECRET})[\w.-]{{0,99}}"
@@ -38,8 +38,8 @@ def hide_tokens(text: str) -> str:
 
 
 def replace_control_characters(text: str, *, keep_bytes: bool = False) -> str:
-    """Return text for a terminal: with � for each character that it obeys or that changes the order
-    of others and, unless `keep_bytes`, for bytes that aren't UTF-8."""
+    """Return text for a terminal: with � for each character that it obeys or that changes the
+    order of others and, unless `keep_bytes`, for bytes that aren't UTF-8."""
     # Escape sequences in a file's name could change text that is already on the screen.
     if text.isprintable():
         return text
@@ -71,8 +71,8 @@ def resolve_image_sizes(
     image_size: int | Sequence[int],
     patch_size: tuple[int, int],
 ) -> tuple[tuple[float, tuple[int, int]], ...]:
-    """Return `train.image_sizes` in pixels, rounded to whole patches: until `end`, a fraction of the
-    run, the sides are scale × `data.image_size`, which must be a multiple of the patch size."""
+    """Return `train.image_sizes` in pixels, rounded to whole patches: until a fraction of the run,
+    the sides are scale × `data.image_size`, which must be a multiple of the patch size."""
     sides = list(zip(as_pair(image_size, name="data.image_size"), patch_size, strict=True))
     for side, patch in sides:
         if rest := side % patch:
@@ -110,6 +110,5 @@ def check_kind(value: object, kinds: type | tuple[type, ...], *, name: str, expe
 def check_choice(value: str, known: Collection[str], *, name: str) -> None:
     """Raise ValueError that lists the known values if a value is not among them."""
     if value not in known:
-        raise ValueError(
-            f"unknown {name} {shorten(value)!r}; known: {shorten(', '.join(sorted(known)) or 'none')}"
-        )
+        names = shorten(", ".join(sorted(known)) or "none")
+        raise ValueError(f"unknown {name} {shorten(value)!r}; known: {names}")

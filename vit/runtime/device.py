@@ -23,8 +23,8 @@ _BFLOAT16_FLAGS = ("amx_bf16", "avx512_bf16")
 
 
 def choose_device(name: str) -> torch.device:
-    """Choose the device of a run: auto (a CUDA GPU if there is one), cpu, cuda, cuda:N or mps (a GPU
-    of Apple). Raises ValueError if this machine has no such device.
+    """Choose the device of a run: auto (a CUDA GPU if there is one), cpu, cuda, cuda:N or mps (a
+    GPU of Apple). Raises ValueError if this machine has no such device.
 
     A GPU becomes torch's current device. Otherwise pinned memory and random numbers would open a
     second context, which takes 300 MB, on the first card. Attention on a GPU is no longer computed
@@ -55,7 +55,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_precision(name: str, device: torch.device) -> Precision:
-    """Choose the precision of a forward pass. With auto it is bfloat16 if the hardware multiplies it
+    """Choose the precision of a forward pass: auto is bfloat16 if the hardware multiplies it
     natively, else float16 on a GPU with tensor cores for it (V100, T4, RTX 20), else float32.
     """
     check_choice(name, ("auto", *get_args(Precision)), name="precision")
@@ -168,9 +168,9 @@ def _read_cpuinfo(key: str) -> str:
 
 
 def copy_to_device(values: T, device: torch.device) -> T:
-    """Return `values` with its tensors on `device`, also those in lists, tuples and dictionaries. All
-    are copied at once, but those in pinned memory alone, and nothing waits for the copy. For a CPU
-    they are the same tensors."""
+    """Return values with their tensors on a device, also in lists, tuples and dictionaries. All are
+    copied at once, but those in pinned memory alone, and nothing waits for the copy. For a CPU they
+    are the same tensors."""
     if device.type in ("cpu", "mps"):
         # a GPU of Apple shares the memory of its host
         return cast(T, tree_map_only(Tensor, lambda tensor: tensor.to(device), values))
@@ -199,6 +199,5 @@ def _view_as(tensor: Tensor, memory: Tensor) -> Tensor:
 
 
 def copy_to_host(values: T) -> T:
-    """Return `values` with its tensors on the host, also those in lists, tuples and dictionaries.
-    Those that are there already are the same tensors."""
+    """Return values with their tensors on the host, see `copy_to_device`."""
     return cast(T, tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), values))

@@ -12,8 +12,8 @@ import yaml
 from vit.runtime.arguments import shorten
 from vit.runtime.files import read_text
 
-# Beginning of a cell that spreadsheets take for a formula (OWASP, "CSV injection"), with apostrophes
-# before it or not.
+# Beginning of a cell that spreadsheets take for a formula (OWASP, "CSV injection"), also after
+# apostrophes.
 _FORMULA = "('*[=+\\-@\t\r\n])"
 
 

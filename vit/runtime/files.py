@@ -14,7 +14,7 @@ import shutil
 import sys
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -208,6 +208,11 @@ def open_output(path: str | Path, *, overwrite: bool = False) -> Path:
 class Result(ABC):
     """A result of a public function, which can be saved as a directory of files."""
 
+    @property
+    def sources(self) -> Sequence[str]:
+        """Paths of what the result was made from, which is never replaced by it."""
+        return ()
+
     @abstractmethod
     def build_files(self) -> Mapping[str, FileContent]:
         """Return the content of each file by name, in the order in which they are written."""
@@ -221,7 +226,14 @@ class Result(ABC):
 
         Raises:
             FileExistsError: It holds files, and `overwrite` is not set or vit did not make them.
+            ValueError: It holds what the result was made from.
         """
+        place = expand_home(directory).resolve()
+        for source in self.sources:
+            if Path(source).resolve().is_relative_to(place):
+                raise ValueError(
+                    f"{directory} holds {source}, from which this is made; name another --output"
+                )
         # Built before the directory is emptied, so that a page that fails leaves it as it was.
         files = self.build_files()
         output = open_output(directory, overwrite=overwrite)

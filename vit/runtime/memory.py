@@ -14,9 +14,9 @@ def keep_freed_memory() -> None:
     """Let glibc keep freed memory for the next allocation. Other C libraries stay as they are.
 
     By default glibc maps each large temporary tensor anew and returns it when it is freed. Page
-    faults then take a fifth of a step (timm's ViT d=192 L=9, explicit attention, 2-core Zen 5). With
-    this setting the process keeps its largest size. All threads share one arena, because each arena
-    would keep the largest image that was decoded in it.
+    faults then take a fifth of a step (timm's ViT d=192 L=9, explicit attention, 2-core Zen 5).
+    With this setting the process keeps its largest size. All threads share one arena, because each
+    arena would keep the largest image that was decoded in it.
     """
     if sys.platform.startswith("linux"):
         mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda *_: 0)

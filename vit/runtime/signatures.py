@@ -25,7 +25,7 @@ class Parameter(NamedTuple):
         kind: Type that a text on the command line is read as. A model, for example, is a str.
         default: Its default, or `inspect.Parameter.empty`.
         is_keyword: True if it follows the `*`.
-        help: First sentence of its entry under `Args:`, and the default from a sentence "None: …".
+        help: First sentence of its entry under `Args:`, and the default after "None:" there.
     """
 
     name: str

@@ -24,8 +24,7 @@ _local = threading.local()
 
 
 class BatchThreads:
-    """A pool of `count` threads that share torch's own threads equally. None: one for each of torch's
-    threads, at most 8."""
+    """A pool of threads that share torch's own threads equally; by default as many, at most 8."""
 
     def __init__(self, count: int | None = None) -> None:
         num_torch_threads = torch.get_num_threads()

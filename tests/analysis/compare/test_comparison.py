@@ -119,6 +119,8 @@ def test_the_same_images_are_compared_in_any_order(make_evaluation: MakeEvaluati
     assert found.p_value == pytest.approx(12 / 2**5)
     reversed_order = compare(a, make_evaluation("c", ranks, reverse=True))
     assert replace(reversed_order, b=str(b)) == found
+    with pytest.raises(ValueError, match="from which this is made"):
+        found.save(a, overwrite=True)
 
 
 def test_what_is_no_evaluation_is_named(make_evaluation: MakeEvaluation, tmp_path: Path) -> None:

@@ -175,8 +175,8 @@ def _join_names(row: Bools, names: Sequence[str]) -> str:
 def predict_out_of_fold(
     features: Float32s, marks: Bools, groups: Ints, *, is_multilabel: bool
 ) -> Floats:
-    """Predict each image by a logistic regression on the features, [n, D], that has seen no image of
-    its group, [n]; for several labels by one for each label against the rest.
+    """Predict each image by a logistic regression on the features, [n, D], that has seen no image
+    of its group, [n]; for several labels by one for each label against the rest.
 
     Each fold gets its share of the images of a class, or with equal marks, [n, C]. Return the
     probability of each class or label, [n, C].

@@ -47,6 +47,10 @@ class Comparison(Result):
     only_a: list[str] = field(repr=False)
     only_b: list[str] = field(repr=False)
 
+    @property
+    def sources(self) -> tuple[str, str]:
+        return self.a, self.b
+
     def build_files(self) -> dict[str, FileContent]:
         return {"comparison.json": format_json({"schema_version": 3, **vars(self)})}
 
@@ -82,6 +86,7 @@ def compare(a: str | Path, b: str | Path) -> Comparison:
             f"{a} and {b} were evaluated on different images or labels; evaluate both on the same"
             " copy of the images, with labels in the same order"
         )
+    # 1 where only B is correct, -1 where only A is
     changes = found_b.correct.astype(int) - found_a.correct
     clusters = np.unique(found_a.groups, return_inverse=True)[1]
     p_value, interval = compute_paired_test(changes, clusters)
@@ -100,8 +105,8 @@ def compare(a: str | Path, b: str | Path) -> Comparison:
 
 
 def compute_paired_test(changes: Ints, clusters: Ints) -> tuple[float, Interval]:
-    """Test whether two models are equally accurate on the same images, by 1 where only B is correct,
-    -1 where only A is, else 0, [n], and the number of each image's group, [n].
+    """Test whether two models are equally accurate on the same images, by 1 where only B is
+    correct, -1 where only A is, else 0, [n], and the number of each image's group, [n].
 
     The p-value is McNemar's (1947, exact): the sign test on the images that only one model predicts
     correctly, or, if images come in groups, on the groups in which one model is correct more often.

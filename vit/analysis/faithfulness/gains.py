@@ -25,8 +25,8 @@ KEPT = tuple((step + 1) / 10 for step in range(10))
 def build_probability(
     compute_kept: ComputeKept, classes: Int[Tensor, " n"], *, target: Target = CLASS
 ) -> Predict:
-    """Build a function from the patches that are kept to the probability of each image's class, or to
-    another target. `compute_kept` is from `build_removal` for the same images."""
+    """Build a function from the patches that are kept to the probability of each image's class, or
+    to another target. `compute_kept` is from `build_removal` for the same images."""
     rows = torch.arange(len(classes), device=classes.device)
 
     @torch.no_grad()

@@ -18,8 +18,8 @@ _RESAMPLE = {"bilinear": 2, "bicubic": 3}
 
 
 def build_folder_files(bundle: Bundle, library: str) -> dict[str, FileContent]:
-    """Build a folder that a library opens: "timm", or "huggingface" by transformers' own ViT and image
-    processor. Fixed sine-cosine positions become learned ones of the same values.
+    """Build a folder that a library opens: "timm", or "huggingface" by transformers' own ViT and
+    image processor. Fixed sine-cosine positions become learned ones of the same values.
 
     Raises ValueError if the library has no such architecture, or no such preprocessing.
     """

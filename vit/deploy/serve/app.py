@@ -80,8 +80,8 @@ def _refuse(status: int, text: str) -> Response:
 
 
 class _Service:
-    """Answers requests with one model. Several photos are decoded at a time, predicted together, and
-    explained one after the other."""
+    """Answers requests with one model. Several photos are decoded at a time, predicted together,
+    and explained one after the other."""
 
     def __init__(self, bundle: Bundle) -> None:
         self.bundle = bundle
@@ -151,8 +151,8 @@ class _Service:
         return list(self._predictor.predict_pixels([("", pixels) for pixels in photos]))
 
     def _explain(self, photo: Image.Image) -> list[Json]:
-        """Return the first map of a photo, or one for each label that is predicted: a value for each
-        patch, and the part of the photo that they cover."""
+        """Return the first map of a photo, or one for each predicted label: a value for each patch,
+        and the part of the photo that they cover."""
         (explained,) = explain(self.bundle, [photo], checks=True, batch_size=1).images
         left, top, right, bottom = explained.geometry.box
         width, height = explained.geometry.original_size

@@ -15,8 +15,8 @@ MAX_BATCH = 32
 
 
 class Batches:
-    """Photos are predicted in batches on one thread, in the order in which they come. A batch is what
-    has come while the one before it was computed."""
+    """Photos are predicted in batches on one thread, in the order in which they come. A batch is
+    what has come while the one before it was computed."""
 
     def __init__(self, predict: Callable[[Sequence[Pixels]], Sequence[Prediction]]) -> None:
         self._predict = predict

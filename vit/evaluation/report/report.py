@@ -54,7 +54,7 @@ def build_report(result: "EvaluationResult") -> str:
         counts = np.zeros((len(classes), len(classes)), dtype=int)
         np.add.at(counts, (scores.labels, scores.predicted), 1)
         matrix = counts.tolist()
-    # a label that is ranked badly, or a class with many errors, comes first; those without images last
+    # a label that is ranked badly, or a class with many errors, comes first; one without images last
     order = sorted(
         range(len(classes)),
         key=lambda place: (
@@ -85,7 +85,7 @@ def build_report(result: "EvaluationResult") -> str:
         ],
         "problem": problem,
         "matrix": matrix,
-        # the accuracy, or the frequency of labels, in each bin of confidence
+        # how often the answers of each bin of confidence are right, or the labels are there
         "reliability": bin_confidence(scores)[2].tolist(),
     }
     return render_page(_TEMPLATE, context)
@@ -101,7 +101,7 @@ def _trace_curves(probabilities: Floats, is_positive: Bools) -> list[list[tuple[
     curves = []
     for columns in ((false_rates, rates), (recalls, precisions)):
         points = (100 * np.stack(columns, axis=1)).round(1).tolist()
-        # of thousands of images, most points are the same on a page
+        # most points of thousands of images are the same on a page
         curves.append(list(dict.fromkeys(map(tuple, points))))
     return curves
 
