@@ -33,16 +33,18 @@ def build_console(*, stderr: bool = False) -> "Console":
 
 def build_table(
     rows: Iterable[Sequence[object]],
-    headings: Sequence[str],
+    headings: Sequence[str] = ("", ""),
     *,
-    title: str,
+    title: str | None = None,
+    num_text_columns: int = 1,
 ) -> "Table":
-    """Build a table whose first column is text and whose other columns are numbers."""
+    """Build a table whose first columns are text and whose other columns are numbers."""
     from rich.table import Table
 
-    table = Table(title=title, box=None, padding=(0, 2, 0, 0))
+    table = Table(title=title, show_header=any(headings), box=None, padding=(0, 2, 0, 0))
     for number, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if number else "left", overflow="fold")
+        is_text = number < num_text_columns
+        table.add_column(heading, justify="left" if is_text else "right", overflow="fold")
     for row in rows:
         table.add_row(*map(str, row))
     return table
