@@ -8,10 +8,8 @@ default and text. They are read from the source, so that `--help` needs no torch
 - A required `output` has a default, `choose_output`.
 
 A command is a module with a `COMMAND` that `vit.cli.main` names: see vit/analysis/audit/command.py.
-Its function `run` receives the public function with its options filled in, then its own parameters,
-which are read in the same way; one with the name of an option replaces it. Of a function whose
-`Result` is saved (`is_saved`) it receives the result. The first sentence of its docstring is shown
-in `vit --help`: at most 60 characters.
+The parameters of its function `run` are read in the same way; one with the name of an option
+replaces it. The first sentence of its docstring is shown in `vit --help`: at most 60 characters.
 """
 
 import inspect
