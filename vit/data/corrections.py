@@ -38,12 +38,15 @@ def correct_labels(dataset: ImageDataset, corrections: Mapping[str, str]) -> Ima
     for index, image_id in enumerate(dataset.ids):
         if image_id not in corrections:
             continue
-        text = corrections[image_id]
-        names = list(filter(None, text.split(SEPARATOR))) if dataset.is_multilabel else [text]
+        names = [corrections[image_id]]
+        if dataset.is_multilabel:
+            names = list(filter(None, names[0].split(SEPARATOR)))
         for name in names:
             check_choice(name, dataset.class_names, name=f"label of {image_id} in data.corrections")
-        marks = [name in names for name in dataset.class_names]
-        labels[index] = marks if dataset.is_multilabel else marks.index(True)
+        if dataset.is_multilabel:
+            labels[index] = [name in names for name in dataset.class_names]
+        else:
+            labels[index] = dataset.class_names.index(names[0])
     num_changed = int((labels != dataset.labels).sum())
     if num_changed == 0:
         return dataset

@@ -55,31 +55,29 @@ def find_duplicates(
     """
     digests, dhashes = hashes
     training_digests, training_dhashes = training_hashes
+    place_of: dict[int, int] = {}
+    for place, digest in enumerate(training_digests.tolist()):
+        # exact pairs take the first training image with the same pixels
+        place_of.setdefault(digest, place)
+    exact = [
+        (index, place_of[digest])
+        for index, digest in enumerate(digests.tolist())
+        if digest in place_of
+    ]
 
-    # exact pairs take the first training image with the same pixels
-    is_exact = np.isin(digests, training_digests)
-    exact = np.flatnonzero(is_exact)
-    unique_digests, first_indices = np.unique(training_digests, return_index=True)
-    places = np.searchsorted(unique_digests, digests[exact])
-    exact_pairs = np.stack([exact, first_indices[places]], axis=1)
-
-    # each hash is compared once, so that many copies take no longer
-    queries = np.flatnonzero(~is_exact & _is_distinctive(dhashes))
-    query_dhashes, inverse = np.unique(dhashes[queries], return_inverse=True)
-    # in the order of the training images, so that the first of equally close ones is found
-    candidates = np.sort(np.unique(training_dhashes, return_index=True)[1])
-    candidates = candidates[_is_distinctive(training_dhashes[candidates])]
+    near = []
+    candidates = np.flatnonzero(_is_distinctive(training_dhashes))
     known = training_dhashes[candidates]
-    found = np.full(len(query_dhashes), -1)
-    if len(known):
-        # brute force: 10,000 images against 50,000 take a second
-        for place, pair in enumerate(zip(query_dhashes, _mirror(query_dhashes), strict=True)):
-            # the mirror image may be more similar
-            distances = min((np.bitwise_count(known ^ dhash) for dhash in pair), key=np.min)
-            if distances.min() <= _NEAR:
-                found[place] = candidates[distances.argmin()]
-    nearest = found[inverse]
-    near_pairs = np.stack([queries, nearest], axis=1)[nearest >= 0]
+    queries = np.setdiff1d(np.flatnonzero(_is_distinctive(dhashes)), [index for index, _ in exact])
+    if not len(known):
+        queries = queries[:0]
+    # brute force: 10,000 images against 50,000 take a second
+    for index, *pair in zip(queries, dhashes[queries], _mirror(dhashes[queries]), strict=True):
+        # the mirror image may be more similar
+        distances = min((np.bitwise_count(known ^ dhash) for dhash in pair), key=np.min)
+        if distances.min() <= _NEAR:
+            near.append((index, candidates[distances.argmin()]))
+    exact_pairs, near_pairs = (np.array(pairs, np.int64).reshape(-1, 2) for pairs in (exact, near))
     return exact_pairs, near_pairs
 
 

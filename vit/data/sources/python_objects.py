@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from vit.data.class_names import sort_class_names
 from vit.data.images import IMAGE_KEYS, LABEL_KEYS, find_key, open_pixels
 from vit.data.sources.base import SPLIT_OF, ImageReader, Listing, hash_stored
 from vit.runtime.arguments import as_tuple, shorten
@@ -54,14 +53,16 @@ def find_python_objects(
             `model_classes`, or the labels.
         split: The split of a set that is in no dictionary.
     """
-    parts = dataset if isinstance(dataset, Mapping) else {split: dataset}
+    parts = dataset
+    if not isinstance(dataset, Mapping):
+        parts = {split: dataset}
     if not parts or not parts.keys() <= SPLIT_OF.keys():
         have = shorten(", ".join(map(str, parts)))
         raise ValueError(f"dataset is a dictionary of {have}; name its sets train, validation")
     found = {names for names in map(find_class_names, parts.values()) if names}
     if len(found) > 1 and not class_names:
         raise ValueError("the sets of dataset have different classes; pass class_names")
-    known = as_tuple(class_names or next(iter(found), model_classes) or ())
+    known: Sequence[str] = as_tuple(class_names or next(iter(found), model_classes) or ())
 
     sets = list(map(_list_items, parts.values()))
     labels: list[Any] = []
@@ -76,14 +77,14 @@ def find_python_objects(
             splits.append(SPLIT_OF[name])
     if not labels:
         raise ValueError("dataset holds no images; pass at least one")
-    named, names = _name_labels(labels, known, task=task)
+    named, known = _name_labels(labels, known, task=task)
     ids = [f"{name}/{place[1]:06d}" for name, place in zip(splits, places, strict=True)]
     return Listing(
         labels=named,
         reader=ItemReader(sets, ids, np.array(places, dtype=np.uint64)),
         splits=splits,
         keeps_validation=True,
-        class_names=names,
+        class_names=known,
     )
 
 
@@ -93,14 +94,14 @@ def find_class_names(dataset: Any) -> tuple[str, ...] | None:
     names = getattr(dataset, "classes", None)
     features = getattr(dataset, "features", None)
     if names is None and isinstance(features, Mapping):
-        found = [features[key] for key in LABEL_KEYS if key in features]
+        feature = next((features[key] for key in LABEL_KEYS if key in features), None)
         # a list has the feature of each of its values
-        feature = getattr(found[0], "feature", found[0]) if found else None
-        names = getattr(feature, "names", None)
+        names = getattr(getattr(feature, "feature", feature), "names", None)
     if names is not None:
         return tuple(map(str, names))
-    inner = getattr(dataset, "dataset", None)
-    return None if inner is None else find_class_names(inner)
+    if hasattr(dataset, "dataset"):
+        return find_class_names(dataset.dataset)
+    return None
 
 
 def _list_items(part: Any) -> Any:
@@ -132,7 +133,9 @@ def _read_item(items: Any, index: int) -> tuple[bytes | Image.Image, Any]:
         expected = "a pair (image, label) or a dictionary with these keys"
         raise ValueError(f"{name} is of the type {type(item).__name__}, not {expected}")
     image, label = item
-    return image if isinstance(image, bytes) else open_pixels(image, name=name), label
+    if not isinstance(image, bytes):
+        image = open_pixels(image, name=name)
+    return image, label
 
 
 def _as_plain(label: Any) -> Any:
@@ -146,25 +149,28 @@ def _as_plain(label: Any) -> Any:
 
 def _name_labels(
     labels: Sequence[Any], known: Sequence[str], *, task: str | None
-) -> tuple[list[Any], Sequence[str]]:
-    """Return the class of each image by its name, or its labels, a tuple; and the names of all."""
+) -> tuple[Sequence[Any], Sequence[str]]:
+    """Return the class of each image by its name, or its labels, a tuple; and the known classes."""
     are_sets = task != "classes" and all(isinstance(label, list) for label in labels)
-    each = list(chain.from_iterable(labels)) if are_sets else labels
-    if not are_sets and all(isinstance(label, int) for label in labels):
+    flat = labels
+    if are_sets:
+        flat = list(chain.from_iterable(labels))
+        labels = list(map(tuple, labels))
+    elif all(isinstance(label, int) for label in labels):
         # without names, the labels count the classes
         known = known or [f"class {place}" for place in range(len(set(labels)))]
         if 0 <= min(labels) <= max(labels) < len(known):
-            labels = each = [known[label] for label in labels]
+            labels = flat = [known[label] for label in labels]
     is_wrong = task == "multilabel" and not are_sets
-    if is_wrong or not all(isinstance(value, str) for value in each):
-        values = shorten(", ".join(sorted(set(map(repr, each)))))
+    if is_wrong or not all(isinstance(value, str) for value in flat):
+        values = shorten(", ".join(sorted(set(map(repr, flat)))))
         raise ValueError(
             f"the labels of dataset are {values}, not class names nor integers that count the"
             " classes from 0, or for several labels lists of their names, such as"
             " [[names[place] for place in row.nonzero()[0]] for row in marks]"
         )
-    names = known or (sorted(set(each)) if are_sets else sort_class_names(each))
-    if unknown := sorted(set(each) - set(names)):
+    unknown = sorted(set(flat) - set(known))
+    if known and unknown:
         text = f"the label {unknown[0]!r} of dataset is not one of its classes"
-        raise ValueError(f"{text} {shorten(', '.join(names))}")
-    return [tuple(label) if are_sets else label for label in labels], names
+        raise ValueError(f"{text} {shorten(', '.join(known))}")
+    return labels, known

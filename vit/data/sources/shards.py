@@ -120,7 +120,9 @@ def list_by_split(folder: str, suffix: str) -> dict[str, list[str]]:
         if found and found[0].lower() in SPLIT_OF:
             splits[SPLIT_OF[found[0].lower()]].append(path)
     named = {split: paths for split, paths in splits.items() if paths}
-    return named or ({"train": top} if top else {})
+    if top and not named:
+        return {"train": top}
+    return named
 
 
 def _fetch_files(addresses: Sequence[str], cache_dir: Path) -> list[tuple[str, str]]:

@@ -48,8 +48,10 @@ def _read_table(path: Path) -> tuple[dict[int, Row], list[str]]:
     content = path.read_bytes()
     notes = []
     try:
-        is_utf16 = content.startswith((b"\xff\xfe", b"\xfe\xff"))
-        text = content.decode("utf-16" if is_utf16 else "utf-8-sig")
+        encoding = "utf-8-sig"
+        if content.startswith((b"\xff\xfe", b"\xfe\xff")):
+            encoding = "utf-16"
+        text = content.decode(encoding)
     except UnicodeDecodeError:
         text = content.decode("cp1252", "replace")
         notes = [f"{path.name} is not UTF-8 and was read as Windows-1252; check accented letters"]
