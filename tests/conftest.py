@@ -48,7 +48,6 @@ jaxtyping.install_import_hook(
     [
         "vit.model",
         "vit.explanation",
-        "vit.data.image_ops",
         "vit.data.loader",
         "vit.data.augment",
         "vit.data.random",

@@ -54,9 +54,7 @@ def model_file(root: Path, tmp_path: Path, save_model: SaveModel) -> Path:
         "data": {"name": "folder", "root": str(root), "validation_fraction": 0.3},
         "train": {"seed": 1},
     }
-    dataset = decode_dataset(
-        open_dataset("folder", root=root).split("train"), Preprocess((8, 8)), progress=False
-    )
+    dataset = decode_dataset(open_dataset("folder", root=root).split("train"), Preprocess((8, 8)))
     return save_model(
         tmp_path / "run" / "model.safetensors",
         preprocess=Preprocess((16, 16), crop_pct=0.8),
@@ -246,7 +244,6 @@ def test_a_cross_validated_run_is_measured_by_its_out_of_fold_predictions(
     everything = decode_dataset(
         open_dataset("folder", root=root, rule=ImageRule(validation_fraction=0)).split("train"),
         Preprocess((8, 8)),
-        progress=False,
     )
     save_model(
         run / "model.safetensors",

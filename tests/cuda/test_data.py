@@ -18,7 +18,7 @@ def test_batches_equal_the_cpus(
     augment = AUGMENTS[name]
     dataset = open_dataset("folder", root=photos).split("all")
     if pipeline != "workers":
-        dataset = decode_dataset(dataset, PREPROCESS, cache_dir=tmp_path, progress=False)
+        dataset = decode_dataset(dataset, PREPROCESS, cache_dir=tmp_path)
     batches = []
     for place in (device, torch.device("cpu")):
         loader = build_loader(

@@ -5,9 +5,10 @@ import errno
 import os
 import signal
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from multiprocessing import get_context
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,7 @@ def cache(tmp_path: Path) -> Path:
 def build(source: ImageDataset, cache: Path, **options: object) -> ImageDataset:
     return decode_dataset(
         source,
-        **{"preprocess": Preprocess((9, 8)), "cache_dir": cache, "progress": False} | options,
+        **{"preprocess": Preprocess((9, 8)), "cache_dir": cache} | options,
     )
 
 
@@ -125,25 +126,23 @@ def test_a_builder_that_died_leaves_nothing_that_is_used(
     assert not half.exists()
 
 
-def _build_and_count(root: Path, cache: Path) -> bool:
-    source = open_dataset("folder", root=root).split("all")
-    built: list[bool] = []
-    original = decoding._build
-    decoding._build = lambda *arguments, **options: (
-        built.append(True),
-        original(*arguments, **options),
-    )[1]
-    decode_dataset(source, Preprocess((9, 8)), cache_dir=cache, progress=False)
-    return bool(built)
-
-
 def test_of_builders_at_once_one_builds_and_the_others_wait(
-    make_folder: MakeFolder, cache: Path
+    array_source: ImageDataset, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = folder_source(make_folder, count=30)
-    with get_context("spawn").Pool(2) as pool:
-        built = pool.starmap(_build_and_count, [(source.reader.root, cache)] * 4, chunksize=1)
-    assert sum(built) == 1
+    counting = CountingReader(array_source.reader.places)
+    source = replace(array_source, reader=counting)
+    start = Barrier(4)
+
+    def build_at_once(_: int) -> ImageDataset:
+        start.wait()
+        return build(source, cache)
+
+    # each takes the lock by itself, as another process does
+    with ThreadPoolExecutor(4) as pool:
+        datasets = list(pool.map(build_at_once, range(4)))
+    assert len(counting.reads) == len(source)
+    for dataset in datasets[1:]:
+        assert_same(dataset, datasets[0])
 
 
 def test_unreadable_images_are_named_counted_and_left_out(

@@ -41,7 +41,7 @@ GEOMETRY = Augmentation(resized_crop_scale=(0.3, 1.0), flip="random", color_jitt
 
 @pytest.fixture
 def dataset(array_source: ImageDataset, tmp_path: Path) -> ImageDataset:
-    return decode_dataset(array_source, PREPROCESS, cache_dir=tmp_path / "cache", progress=False)
+    return decode_dataset(array_source, PREPROCESS, cache_dir=tmp_path / "cache")
 
 
 @pytest.fixture
@@ -287,7 +287,6 @@ def test_workers_show_the_pixels_that_are_decoded_before(
         files,
         preprocess,
         cache_dir=tmp_path / "cache",
-        progress=False,
     )
     # random parts of the full-size images have more detail
     for augment in (Augmentation(), FULL, *([] if mode == "crop" else [GEOMETRY])):
@@ -305,7 +304,7 @@ def test_random_parts_of_full_size_images_are_those_of_decoded_ones(tmp_path: Pa
         Image.fromarray(np.uint8(127 + 120 * waves)).save(place)
     source = open_dataset("folder", root=tmp_path / "photos").split("all")
     grey = Preprocess((24, 24), crop_pct=24 / 64, mean=(0.0,) * 3, std=(1 / 255,) * 3)
-    decoded = decode_dataset(source, grey, cache_dir=tmp_path / "cache", progress=False)
+    decoded = decode_dataset(source, grey, cache_dir=tmp_path / "cache")
     options = {
         "augment": Augmentation(resized_crop_scale=(0.2, 1.0), flip="random"),
         "preprocess": grey,

@@ -62,9 +62,7 @@ def test_a_planted_training_image_is_found(
     bundle: Bundle, images: EvaluationSet, tmp_path: Path
 ) -> None:
     root = write_images(tmp_path / "set", "1", "2")
-    training = decode_dataset(
-        open_dataset("folder", root=root).split("all"), Preprocess((8, 8)), progress=False
-    )
+    training = decode_dataset(open_dataset("folder", root=root).split("all"), Preprocess((8, 8)))
     held = write_images(tmp_path / "test", "1", "2", count=1)
     Image.open(root / "1" / "0.png").save(held / "2" / "copy.png")
     Image.open(root / "2" / "1.png").convert("RGB").save(held / "1" / "recoded.jpg", quality=80)

@@ -133,11 +133,7 @@ class TestNoLocks:
         decoded: list[ImageDataset] = []
 
         def decode() -> None:
-            decoded.append(
-                decode_dataset(
-                    source, Preprocess((8, 8)), cache_dir=tmp_path / "both", progress=False
-                )
-            )
+            decoded.append(decode_dataset(source, Preprocess((8, 8)), cache_dir=tmp_path / "both"))
 
         threads = [threading.Thread(target=decode) for _ in range(2)]
         for thread in threads:

@@ -16,8 +16,8 @@ from vit.prediction.conformal import (
     measure_sets,
     predict_sets,
 )
-from vit.prediction.image_predictor import Predictor
 from vit.prediction.neighbours import compute_distances
+from vit.prediction.predict import Predictor
 from vit.prediction.probabilities import compute_log_probabilities
 
 
@@ -114,5 +114,5 @@ def test_sets_of_a_model_and_none_without_a_threshold(bundle: Bundle) -> None:
 def test_a_model_without_features_in_its_file_has_no_p_value(bundle: Bundle) -> None:
     photo = np.zeros((8, 8, 3), np.uint8)
     for each, expected in ((bundle, False), (replace(bundle, likeness=None), True)):
-        (prediction,) = Predictor(each).predict([photo])
+        (prediction,) = Predictor(each).predict_items([("photo", photo)])
         assert (prediction.p_value is None) == expected

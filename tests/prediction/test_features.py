@@ -1,4 +1,4 @@
-"""Features of each block are what a model that ends there classifies by, computed once."""
+"""Features of each block are what a model that ends there classifies by."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +15,7 @@ from vit.data.open import open_dataset
 from vit.data.preprocess import Preprocess
 from vit.model.logits import PRE_LOGITS
 from vit.model.vision_transformer import VisionTransformer
-from vit.prediction.features import compute_features
-from vit.prediction.predictor import BatchPredictor
+from vit.prediction.predictor import BatchPredictor, compute_features
 
 SIZE = (8, 8)
 
@@ -76,52 +75,3 @@ def test_features_of_another_librarys_model_are_what_its_head_reads(dataset: Ima
 
     with pytest.raises(ValueError, match="features of Sequential are unknown"):
         compute_features(make_predictor(nn.Sequential(nn.Flatten())), dataset)
-
-
-def test_they_are_computed_once_for_weights_preprocessing_precision_and_images(
-    dataset: ImageDataset, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    passes = []
-    compute = BatchPredictor.compute
-
-    def count_passes(*arguments: object, **options: object) -> torch.Tensor:
-        passes.append(arguments)
-        return compute(*arguments, **options)
-
-    monkeypatch.setattr(BatchPredictor, "compute", count_passes)
-    model = make_model()
-    predictor = make_predictor(model)
-    first = compute_features(predictor, dataset)
-    again = compute_features(predictor, dataset)
-    assert len(passes) == 1
-    assert all(torch.equal(first[readout], again[readout]) for readout in first)
-
-    # neither labels nor the head count
-    compute_features(predictor, replace(dataset, labels=dataset.labels[::-1]))
-    model.reset_classifier(3)
-    compute_features(predictor, dataset)
-    assert len(passes) == 1
-
-    compute_features(predictor, dataset.subset(range(39, -1, -1)))
-    compute_features(replace(predictor, preprocess=Preprocess(SIZE, std=(1, 1, 1))), dataset)
-    compute_features(replace(predictor, precision="bfloat16"), dataset)
-    with torch.no_grad():
-        model.blocks[2].mlp.fc2.bias[0] += 1
-    changed = compute_features(predictor, dataset)
-    assert len(passes) == 5
-    assert not torch.equal(changed[3, "token"], first[3, "token"])
-    assert torch.equal(changed[2, "token"], first[2, "token"])
-
-
-def test_a_damaged_file_is_written_again(dataset: ImageDataset, empty_cache: Path) -> None:
-    predictor = make_predictor(make_model())
-    expected = compute_features(predictor, dataset)
-    (path,) = empty_cache.glob("*features*")
-    content = path.read_bytes()
-    damaged = bytearray(content)
-    damaged[5003] ^= 0x80
-    path.write_bytes(damaged)
-    with pytest.warns(UserWarning, match=f"{path} is damaged; it is made again"):
-        features = compute_features(predictor, dataset)
-    assert all(torch.equal(features[readout], expected[readout]) for readout in features)
-    assert path.read_bytes() == content

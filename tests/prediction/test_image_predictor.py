@@ -77,7 +77,6 @@ def test_columns_are_those_of_predict_whatever_the_batch(
         assert columns["predicted"][row] == name
         assert columns["probability"][row] == pytest.approx(probability, abs=1e-6)
         assert columns["probabilities"][row, index] == pytest.approx(probability, abs=1e-6)
-    assert set(columns["precision"]) == {"float32"}
     if isinstance(batch, dict) and "site" in batch:
         assert "image" not in columns
         assert columns["site"].tolist() == list(range(count))
@@ -104,4 +103,4 @@ def test_wrong_batches_and_options_are_refused(model: Path, paths: list[Path]) -
             predictor(one)
     assert predictor([np.zeros((0, 0, 3), np.uint8)])["error"] == ["the image has no pixels"]
     # a row of a table may hold none
-    assert predictor.predict([None])[0].error
+    assert predictor([None])["error"][0]

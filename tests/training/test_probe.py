@@ -19,8 +19,7 @@ from vit.data.dataset import ImageRule
 from vit.data.open import open_dataset
 from vit.data.preprocess import Preprocess
 from vit.model.model_file import read_model_file, write_model_file
-from vit.prediction.features import compute_features
-from vit.prediction.predictor import BatchPredictor
+from vit.prediction.predictor import BatchPredictor, compute_features
 from vit.training import automatic
 from vit.training.folds import assign_folds
 from vit.training.linear_probe import fit_probe

@@ -89,16 +89,12 @@ def decode_dataset(
             index = _find(cache_dir, name, digests)
             if index is None:
                 _remove_old(cache_dir, name if is_locked else "")
-                # without a lock, another process may build the same
+                # without a lock, another process may build the same beside this one
                 building = cache_dir / f"{name}.{secrets.token_hex(4)}.building"
                 building.mkdir()
                 try:
-                    _build(together, contents, stored, building, workers=workers)
-                    rename_durably(building, cache_dir / f"{name}.decoded")
-                except OSError:
-                    # unless that process was faster
-                    if _find(cache_dir, name, digests) is None:
-                        raise
+                    _build(together, contents, stored, building, workers)
+                    rename_durably(building, building.with_suffix(".decoded"))
                 finally:
                     shutil.rmtree(building, ignore_errors=True)
                 index = _find(cache_dir, name, digests)
@@ -165,7 +161,6 @@ def _build(
     digests: np.ndarray,
     preprocess: Preprocess,
     folder: Path,
-    *,
     workers: int | None,
 ) -> None:
     """Decode the images of a dataset into an empty folder, see `decode_dataset`."""

@@ -26,13 +26,12 @@ def check_size(size: tuple[int, int]) -> None:
 class DeepImage(Image.Image):
     """An upright image with more than 8 bits a channel: RGB pixels, and the values behind them,
     integers or floats [H, W] or [H, W, 3], which `Preprocess` scales by the model's range. The RGB
-    pixels are 16 bits scaled to 8; of floating-point values their own range is scaled."""
+    pixels are scaled by the image's own range."""
 
     def __init__(self, values: np.ndarray) -> None:
         super().__init__()
         self.values = values
-        preview = self.scale(0, 65535) if values.dtype.kind in "iu" else self.stretch()
-        self.__dict__.update(vars(preview))
+        self.__dict__.update(vars(self.scale(*find_range(values))))
 
     def scale(self, low: float, high: float) -> Image.Image:
         """Return RGB pixels in which values from low to high are black to white; NaN is black."""
@@ -43,16 +42,14 @@ class DeepImage(Image.Image):
             pixels[top : top + _ROWS] = np.rint(np.clip(scaled, 0, 255))
         return Image.fromarray(pixels).convert("RGB")
 
-    def stretch(self) -> Image.Image:
-        """Return RGB pixels in which the smallest finite value is black and the largest white."""
-        low, high = find_extremes(self.values)
-        return self.scale(low, high if high > low else low + 1)
 
-
-def find_extremes(values: np.ndarray) -> tuple[float, float]:
-    """Return the smallest and the largest finite value; zeros if there is none."""
-    finite = values if values.dtype.kind in "iu" else values[np.isfinite(values)]
-    return (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
+def find_range(values: np.ndarray) -> tuple[float, float]:
+    """Return the smallest and the largest finite value, or 0 and 1 added to it if all are equal."""
+    finite = values[np.isfinite(values)]
+    if not finite.size:
+        return 0.0, 1.0
+    low, high = float(finite.min()), float(finite.max())
+    return low, high if high > low else low + 1
 
 
 def is_deep(image: Any) -> bool:

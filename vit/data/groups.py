@@ -9,7 +9,6 @@ import numpy as np
 
 from vit.data.dataset import ImageDataset
 from vit.data.duplicates import compute_dhash, find_pairs, hash_pixels
-from vit.data.images import DeepImage
 from vit.data.patterns import search_group
 from vit.data.sources.base import compute_once, hash_bytes, read_digests
 from vit.runtime.arguments import shorten
@@ -51,8 +50,6 @@ def hash_images(dataset: ImageDataset) -> np.ndarray:
             image = dataset.reader.image(index, draft_side=_DRAFT_SIDE)
         except (ValueError, OSError):
             return hash_bytes(dataset.ids[index].encode(errors="surrogateescape")), 0
-        # black images would all be near-copies
-        image = image.stretch() if isinstance(image, DeepImage) else image
         return hash_pixels(image), compute_dhash(image)
 
     cache_dir = default_cache_dir()

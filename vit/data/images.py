@@ -189,28 +189,17 @@ def find_key(item: Mapping[str, Any], known: Sequence[str], *, name: str) -> str
     return found[0]
 
 
-def _is_image(value: Any) -> bool:
-    """Return true for an image that may be a label by its type alone."""
-    return isinstance(value, Image.Image | Path) or getattr(value, "ndim", 0) > 1
-
-
-def iterate_images(images: Any) -> Iterator[Any]:
-    """Yield the images of a list or a set one by one, as they are. Labels of items, see
-    `find_python_objects`, are left out. Raises ValueError if it is neither."""
-    if isinstance(images, Mapping):
-        images = [images]
-    elif hasattr(images, "__getitem__"):
-        # sets of torch are read by index
-        images = map(images.__getitem__, range(len(images)))
-    expected = "a path, an image, an array, a data set or a list of them"
-    check_kind(images, Iterable, name="images", expected=expected)
-    for item in images:
-        if isinstance(item, Mapping):
-            yield item[find_key(item, IMAGE_KEYS, name="an item of images")]
-        elif isinstance(item, tuple) and len(item) == 2 and not _is_image(item[1]):
-            yield item[0]
-        else:
-            yield item
+def _take_image(item: Any) -> Any:
+    """Return the image of an item of a list or a set, without its label; see
+    `find_python_objects`."""
+    if isinstance(item, Mapping):
+        return item[find_key(item, IMAGE_KEYS, name="an item of images")]
+    if isinstance(item, tuple) and len(item) == 2:
+        image, label = item
+        # or else it is a pair of images
+        if not isinstance(label, Image.Image | Path) and getattr(label, "ndim", 0) <= 1:
+            return image
+    return item
 
 
 def list_images(images: ImageInputs) -> Iterator[str | Image.Image]:
@@ -233,7 +222,14 @@ def list_images(images: ImageInputs) -> Iterator[str | Image.Image]:
     elif isinstance(images, Image.Image) or hasattr(images, "__array__"):
         yield from map(open_pixels, images if getattr(images, "ndim", 2) == 4 else [images])
     else:
-        for image in iterate_images(images):
+        if isinstance(images, Mapping):
+            images = [images]
+        elif hasattr(images, "__getitem__"):
+            # sets of torch are read by index
+            images = map(images.__getitem__, range(len(images)))
+        expected = "a path, an image, an array, a data set or a list of them"
+        check_kind(images, Iterable, name="images", expected=expected)
+        for image in map(_take_image, images):
             if not isinstance(image, str | Path):
                 yield from list_images(image)
                 continue

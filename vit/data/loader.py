@@ -10,15 +10,14 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from vit.data.augment import Augmentation
+from vit.data.augment import Augmentation, augment_images, mix_batch
 from vit.data.dataset import ImageDataset
-from vit.data.image_ops import augment_images, mix_batch
 from vit.data.preprocess import Preprocess
 from vit.data.random import StatelessRandom
 from vit.data.workers import Decoder, DecodingWorkers, Steps, Transform
@@ -66,6 +65,9 @@ class TrainLoader:
     is_resident: bool = True
     # the user's function of each full-size image, before all augmentation
     transform: Transform | None = None
+    # tokens that a model's frozen blocks made of each image and, unless the flip is "none", of its
+    # mirror image: batches are of them, have one size, and aren't mixed
+    tokens: Float[Tensor, "n V N D"] | None = None
     # processes that decode; None is `count_workers`, 0 decodes in this process
     workers: int | None = None
     max_unreadable_fraction: float = 0.05
@@ -80,6 +82,8 @@ class TrainLoader:
         self._labels = torch.from_numpy(self.dataset.labels)
         if self.dataset.is_multilabel:
             self._labels = self._labels.float()
+        if self.tokens is not None:
+            self.tokens = self.tokens.to(self.device)
         self._workers: DecodingWorkers | None = None
         # the part of the augmentation that is left for the device
         self._device_augmentation = self.augmentation
@@ -119,6 +123,9 @@ class TrainLoader:
         """The batches of an epoch, from `start_step` on. `image_size` is that of a schedule of sizes."""
         size = image_size or self.preprocess.image_size
         samples = self._sample(epoch, start_step)
+        if self.tokens is not None:
+            yield from map(self._take_tokens, samples)
+            return
         if self._workers is not None:
             read = self._workers.decode(samples)
         elif self._pixels.device.type == self.device.type:
@@ -182,26 +189,12 @@ class TrainLoader:
             )
         return Batch(images, targets, labels, index)
 
-
-@dataclass(kw_only=True, eq=False)
-class TokenLoader(TrainLoader):
-    """Shuffled batches of tokens that a model's frozen blocks made of the images, or of their
-    mirror images for samples that are flipped."""
-
-    # tokens of each image and, unless the flip is "none", of its mirror image
-    tokens: Float[Tensor, "n V N D"]
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.tokens = self.tokens.to(self.device)
-
-    def epoch(self, epoch: int, *, start_step: int = 0, **_: Any) -> Iterator[Batch]:
-        """The batches of an epoch, see `TrainLoader.epoch`; they have one size, and aren't mixed."""
-        for rng in self._sample(epoch, start_step):
-            is_flipped = self.augmentation.sample_flips(rng)
-            host = (rng.sample_ids, is_flipped.long(), self._labels[rng.sample_ids])
-            index, view, labels = copy_to_device(host, self.device)
-            yield Batch(self.tokens[index, view].float(), labels, labels, index)
+    def _take_tokens(self, rng: StatelessRandom) -> Batch:
+        assert self.tokens is not None
+        is_flipped = self.augmentation.sample_flips(rng)
+        host = (rng.sample_ids, is_flipped.long(), self._labels[rng.sample_ids])
+        index, view, labels = copy_to_device(host, self.device)
+        return Batch(self.tokens[index, view].float(), labels, labels, index)
 
 
 def fits_in_memory(num_bytes: int, device: torch.device) -> bool:

@@ -160,12 +160,7 @@ class Preprocess:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
-        values = asdict(self)
-        # the files of models from before there were these values don't have them
-        for name in ("value_range", "resize_mode"):
-            if values[name] == getattr(type(self), name):
-                del values[name]
-        return values
+        return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Preprocess:

@@ -167,19 +167,28 @@ class DecodingWorkers:
         self, decoder: Decoder, workers: int | None, max_unreadable_fraction: float
     ) -> None:
         self._decoder = decoder
-        self._workers = count_workers() if workers is None else workers
         self._max_unreadable_fraction = max_unreadable_fraction
         # the batches of one epoch; workers that live on take the next epoch's from it
         self._samples: list[StatelessRandom] = []
-        self._loader: DataLoader[Decoded] | None = None
+        num_workers = count_workers() if workers is None else workers
+        self._loader: Any = DataLoader(
+            decoder,
+            sampler=self._samples,
+            # the decoder gives batches
+            batch_size=None,
+            num_workers=num_workers,
+            persistent_workers=num_workers > 0,
+            worker_init_fn=use_one_thread,
+            # or each epoch would take a number from torch's own
+            generator=torch.Generator(),
+        )
         # id of an image → why it can't be read
         self._unreadable: dict[str, str] = {}
 
     def close(self) -> None:
         """End the processes that decode images; the next epoch starts new ones."""
         # an exception's traceback may keep the iterator alive, and with it the workers
-        iterator: Any = getattr(self._loader, "_iterator", None)
-        self._loader = None
+        iterator, self._loader._iterator = self._loader._iterator, None
         if iterator is not None:
             # torch raises again for a worker that was killed, and ends the others
             with suppress(RuntimeError):
@@ -190,18 +199,6 @@ class DecodingWorkers:
         ValueError if they are too many."""
         dataset = self._decoder.dataset
         self._samples[:] = samples
-        if self._loader is None:
-            self._loader = DataLoader(
-                self._decoder,
-                sampler=self._samples,
-                # the decoder gives batches
-                batch_size=None,
-                num_workers=self._workers,
-                persistent_workers=self._workers > 0,
-                worker_init_fn=use_one_thread,
-                # or each epoch would take a number from torch's own
-                generator=torch.Generator(),
-            )
         for rng, batch in zip(list(self._samples), self._loader, strict=True):
             for index, reason in batch.unreadable.items():
                 name = dataset.ids[index]

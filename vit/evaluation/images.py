@@ -17,8 +17,7 @@ from vit.data.duplicates import find_duplicates
 from vit.data.open import open_for_model, open_passed
 from vit.data.preprocess import Preprocess
 from vit.data.splits import DatasetSplits
-from vit.prediction.features import read_dataset
-from vit.prediction.predictor import Pixels
+from vit.prediction.predictor import Pixels, read_dataset
 from vit.prediction.probabilities import Bools, Ints
 from vit.runtime.arguments import check_kind, shorten
 

@@ -7,14 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from vit.bundle import Bundle
-from vit.prediction.probabilities import (
-    Bools,
-    Float32s,
-    Floats,
-    Ints,
-    compute_sigmoid,
-    compute_softmax,
-)
+from vit.prediction.probabilities import Bools, Float32s, Floats, Ints
 from vit.runtime.arguments import shorten
 
 # probability from which a label counts as predicted
@@ -39,8 +32,10 @@ class ClassThreshold(NamedTuple):
 def compute_probabilities(bundle: Bundle, logits: Float32s) -> Floats:
     """Compute the probability of each class or label, float64 [n, C], from logits [n, C], which the
     model's temperature divides."""
+    from scipy.special import expit, softmax  # a fifth of a second to import
+
     scaled = logits.astype(np.float64) / bundle.temperature
-    return compute_sigmoid(scaled) if bundle.is_multilabel else compute_softmax(scaled)
+    return np.asarray(expit(scaled) if bundle.is_multilabel else softmax(scaled, axis=1))
 
 
 def read_thresholds(bundle: Bundle) -> Floats:
@@ -77,19 +72,6 @@ def rank_classes(bundle: Bundle, probabilities: Floats) -> Iterator[list[int]]:
         order[np.arange(len(order)), decide_classes(bundle, probabilities)] = np.inf
     # a stable order: of equally probable classes the first one comes first
     return (np.argsort(-row, kind="stable").tolist() for row in order)
-
-
-def find_labels(bundle: Bundle, probabilities: Floats) -> list[list[str]] | list[None]:
-    """Return the predicted labels of each image, the most probable first; None for each for a model
-    of one class an image."""
-    if not bundle.is_multilabel:
-        return [None] * len(probabilities)
-    rows = zip(
-        rank_classes(bundle, probabilities), decide_labels(bundle, probabilities), strict=True
-    )
-    return [
-        [bundle.class_names[place] for place in ranked if found[place]] for ranked, found in rows
-    ]
 
 
 def describe_decision(bundle: Bundle) -> str:

@@ -36,12 +36,8 @@ def compute_distances(features: Features, training_features: Features) -> Floats
     2: of features of length one (Sun, Ming, Zhu & Li 2022, "Out-of-distribution detection with deep
     nearest neighbors")."""
     _, cosines = find_nearest(features, training_features, NUM_NEIGHBOURS)
-    return convert_to_distances(cosines[:, -1])
-
-
-def convert_to_distances(cosines: Float32s) -> Floats:
-    """Return distances between vectors of length one: |a - b|² = 2 - 2 a·b."""
-    return np.sqrt(np.maximum(2 - 2 * cosines, 0)).astype(np.float64)
+    # |a - b|² = 2 - 2 a·b
+    return np.sqrt(np.maximum(2 - 2 * cosines[:, -1], 0)).astype(np.float64)
 
 
 def normalize_rows(features: Features) -> Float32s:

@@ -1,7 +1,8 @@
-"""The only inference loop: from uint8 images to float32 logits and features."""
+"""The only inference loop: from uint8 images, in memory or of a data set, to float32 logits and
+features."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Self, cast
@@ -9,12 +10,21 @@ from typing import Self, cast
 import numpy as np
 import torch
 import torch.distributed as dist
+from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from vit.bundle import Bundle
+from vit.data.dataset import ImageDataset
 from vit.data.preprocess import Preprocess
-from vit.model.logits import compute_logits, compute_logits_and_features, count_features
+from vit.model.logits import (
+    Readout,
+    compute_block_features,
+    compute_logits,
+    compute_logits_and_features,
+    count_features,
+    list_readouts,
+)
 from vit.model.vision_transformer import VisionTransformer
 from vit.prediction.probabilities import Float32s
 from vit.runtime.device import (
@@ -25,11 +35,14 @@ from vit.runtime.device import (
     run_in_memory,
 )
 from vit.runtime.processes import current_process
+from vit.runtime.progress import show_progress
 from vit.runtime.threads import MAX_THREADS, BatchThreads
 
 Pixels = NDArray[np.uint8]
 # `read(start, stop)` returns these images as the model sees them, uint8 [B, H, W, 3].
 Read = Callable[[int, int], Pixels]
+# (number of blocks, pooling) → features of the images
+Features = Mapping[Readout, Float[Tensor, "n D"]]
 # On a CPU, smaller batches cost more than their images do.
 _MIN_BATCH_SIZE = 16
 
@@ -178,3 +191,42 @@ def choose_batch_size(device: torch.device) -> int:
     """Return the number of images in a forward pass: on a CPU the 64 that its caches hold, else
     256."""
     return 64 if device.type == "cpu" else 256
+
+
+def compute_features(predictor: BatchPredictor, dataset: ImageDataset) -> Features:
+    """Compute the pooled features of images after each block.
+
+    Returns:
+        Features by number of blocks and pooling ("token": the class token, "avg": the mean of the
+        patches), float32 [n, D] on the CPU. For a model of timm, (0, "pre_logits") is the input of
+        its classifier.
+
+    Raises:
+        ValueError, OSError: An image can't be read, or the model has no pooled features.
+    """
+    model = predictor.model
+    readouts = list_readouts(model)
+    title = f"features of {dataset.name} {dataset.split}"
+    with show_progress(title, len(dataset), shown=current_process().is_main) as advance:
+        values = predictor.compute(
+            partial(compute_block_features, model),
+            partial(read_dataset, dataset, predictor.preprocess),
+            shape=(len(dataset), len(readouts), count_features(model)),
+            on_progress=advance,
+        )
+    return {readout: values[:, place] for place, readout in enumerate(readouts)}
+
+
+def compute_head_features(bundle: Bundle, dataset: ImageDataset) -> Float32s:
+    """Compute the pooled features of images that the head reads, [n, D]."""
+    predictor = BatchPredictor.from_bundle(bundle)
+    read = partial(read_dataset, dataset, bundle.preprocess)
+    return predictor.predict_with_features(read, count=len(dataset))[1]
+
+
+def read_dataset(dataset: ImageDataset, preprocess: Preprocess, start: int, stop: int) -> Pixels:
+    """Return images start … stop-1 as the model sees them, uint8 [B, H, W, 3]."""
+    if dataset.pixels is not None:
+        return preprocess.crop(dataset.pixels[start:stop])
+    images = [preprocess.to_uint8(dataset.image(index)) for index in range(start, stop)]
+    return np.stack(images)

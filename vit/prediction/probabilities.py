@@ -28,17 +28,3 @@ def compute_log_probabilities(logits: NDArray[np.floating[Any]], temperature: fl
 
     scaled = logits.astype(np.float64, copy=False) / temperature
     return np.asarray(log_softmax(scaled, axis=1))
-
-
-def compute_softmax(logits: Floats) -> Floats:
-    """Compute softmax(logits) of [n, C]."""
-    from scipy.special import softmax  # see `compute_log_probabilities`
-
-    return np.asarray(softmax(logits, axis=1))
-
-
-def compute_sigmoid(logits: Floats) -> Floats:
-    """Compute the sigmoid of logits."""
-    from scipy.special import expit  # see `compute_log_probabilities`
-
-    return np.asarray(expit(logits))

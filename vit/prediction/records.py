@@ -25,7 +25,6 @@ COLUMNS = (
     "labels",
     "prediction_set",
     "p_value",
-    "precision",
     "error",
 )
 
@@ -46,7 +45,6 @@ class Prediction:
             far from the training images. None if the model file can't tell.
         labels: Names of the labels that the image is predicted to have, the most probable first;
             None for a model of one class an image.
-        precision: Precision of the forward pass, such as "float32".
         probabilities: Probability of every class, float32 [C].
     """
 
@@ -56,7 +54,6 @@ class Prediction:
     prediction_set: list[str] | None = None
     p_value: float | None = None
     labels: list[str] | None = None
-    precision: str = ""
     probabilities: Float32s | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -104,8 +101,6 @@ class Prediction:
                 "prediction_set": self.prediction_set,
                 "p_value": self.p_value,
             }
-        if self.precision:
-            record["precision"] = self.precision
         return record
 
 

@@ -16,7 +16,7 @@ from vit.data.augment import Augmentation
 from vit.data.cache import decode_dataset
 from vit.data.corrections import check_corrections, read_corrections
 from vit.data.dataset import ImageDataset, ImageRule, choose_evenly
-from vit.data.loader import TokenLoader, TrainLoader, fits_in_memory
+from vit.data.loader import TrainLoader, fits_in_memory
 from vit.data.open import open_dataset, open_passed
 from vit.data.preprocess import Preprocess
 from vit.data.splits import DatasetSplits
@@ -178,8 +178,7 @@ def build_train_loader(
     # If there are fewer images than a batch, take as many as divide into pairs for each process.
     process = current_process()
     multiple = 2 * process.world_size
-    loader_type = TrainLoader if tokens is None else partial(TokenLoader, tokens=tokens)
-    return loader_type(
+    return TrainLoader(
         train,
         batch_size=min(config.train.batch_size, len(train) // multiple * multiple),
         seed=config.train.seed,
@@ -189,6 +188,7 @@ def build_train_loader(
         augmentation=Augmentation(**config.augment.model_dump(exclude={"mix_until"})),
         is_resident=config.data.pipeline == "resident",
         transform=transform,
+        tokens=tokens,
         workers=config.data.workers,
         max_unreadable_fraction=config.data.max_unreadable_fraction,
     )

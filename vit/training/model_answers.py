@@ -17,9 +17,8 @@ from vit.model.find_file import MODEL_FILE
 from vit.model.logits import count_features
 from vit.model.model_file import Likeness, read_model_file, write_model_file
 from vit.prediction.conformal import COVERAGE, find_threshold
-from vit.prediction.features import compute_readable_features
 from vit.prediction.neighbours import compute_distances, normalize_rows
-from vit.prediction.probabilities import Ints
+from vit.prediction.predictor import compute_head_features
 from vit.runtime.arguments import first_line
 from vit.training.run import Run
 from vit.training.validation import predict_validation
@@ -71,19 +70,17 @@ def _compute_likeness(run: Run, bundle: Bundle) -> tuple[Likeness, list[tuple[st
     # Evenly spaced among the images by class, so that each class has its share.
     by_class = np.argsort(train.strata, kind="stable")
     chosen = np.sort(by_class[choose_evenly(len(by_class), _MAX_TRAINING_FEATURES)])
-    training = train.subset(chosen)
-    readable: Ints = np.arange(len(chosen))
+    # Images that are decoded while training are decoded here, and unreadable ones are left out.
+    training = run.data.decode(train.subset(chosen))
     fitted = run.probe
     if fitted is not None and fitted.features and fitted.images is train:
         training_features = fitted.features[fitted.probe.readout].numpy()[chosen]
     else:
-        training_features, readable = compute_readable_features(bundle, training)
+        training_features = compute_head_features(bundle, training)
     held_out = choose_evenly(len(validation), _MAX_DISTANCES)
-    held_out_features, _ = compute_readable_features(bundle, validation.subset(held_out))
-    if not len(training_features):
-        raise ValueError("the training images can't be read again")
+    held_out_features = compute_head_features(bundle, validation.subset(held_out))
     units = normalize_rows(training_features).astype(np.float16)
     likeness = Likeness(units, compute_distances(held_out_features, units).astype(np.float32))
     labels = np.full(len(training), -1) if training.is_multilabel else training.labels
-    named = [(printable(training.ids[index]), int(labels[index])) for index in readable.tolist()]
-    return likeness, named
+    names = map(printable, training.ids)
+    return likeness, list(zip(names, map(int, labels), strict=True))

@@ -172,7 +172,6 @@ def test_an_image_that_cannot_be_decoded_is_skipped_and_named(tmp_path: Path) ->
         Preprocess((8, 8)),
         cache_dir=tmp_path,
         max_unreadable_fraction=0.5,
-        progress=False,
     )
     assert [name for name, _ in decoded.unreadable] == ["train/00004", "train/00007"]
     assert len(decoded) == 10

@@ -16,8 +16,7 @@ from vit.data.statistics import measure_value_range
 from vit.evaluation.images import check_data
 from vit.model.logits import PRE_LOGITS
 from vit.model.vision_transformer import VisionTransformer
-from vit.prediction.features import compute_features
-from vit.prediction.predictor import BatchPredictor
+from vit.prediction.predictor import BatchPredictor, compute_features
 from vit.runtime.arguments import check_minimum
 from vit.runtime.files import FileContent, Result, format_json
 from vit.runtime.progress import show_progress
