@@ -113,12 +113,12 @@ def test_explanations_that_do_not_fit_are_made_in_halves(
 
     def explain(limit: int) -> tuple[Explainer, list[ImageResult]]:
         monkeypatch.setattr(MEMORY, "limit", 2**30)
-        explainer = Explainer(open_model(path, device="npu"), ["rollout", "gae"])
+        items = items_from_images([Image.fromarray(image) for image in pixels])
+        explainer = Explainer(open_model(path, device="npu"), items, ["rollout", "gae"])
         gc.collect()
         MEMORY.reset_peak()
         monkeypatch.setattr(MEMORY, "limit", MEMORY.allocated + limit)
-        items = items_from_images([Image.fromarray(image) for image in pixels])
-        return explainer, [image for batch in explainer.explain(items) for image in batch]
+        return explainer, [image for batch in explainer for image in batch]
 
     explainer, expected = explain(2**30)
     whole = MEMORY.peak - MEMORY.allocated

@@ -15,7 +15,6 @@ from vit.explanation.methods.registry import find_methods
 from vit.explanation.targets import CLASS, TargetLike, build_target, find_output_kind
 from vit.model.logits import compute_logits
 from vit.model.model_info import count_classes, find_class_names, keep_mode
-from vit.runtime.arguments import check_minimum
 from vit.runtime.device import run_in_memory
 from vit.runtime.tensors import Images
 
@@ -28,7 +27,6 @@ def attribute(
     method: str = "libra-removal",
     target: TargetLike = "auto",
     map_options: Mapping[str, object] | None = None,
-    batch_size: int | None = None,
     class_names: Sequence[str] | None = None,
 ) -> Float[Tensor, "B *T rows columns"]:
     """Compute the maps of normalised images that are tensors, for example in a
@@ -42,8 +40,6 @@ def attribute(
         target: See `vit.explain`. A list or a tensor [B] has a class for each
             image. For several labels, "auto" is the most probable one.
         map_options: See `vit.explain`.
-        batch_size: Images at a time. None: see `vit.explain`. On a GPU, as many
-            of them as fit its memory.
         class_names: Name of each class, for a module. None: the model's own, or
             "class 0" and so on.
 
@@ -85,13 +81,12 @@ def attribute(
             target=built.select(range(first, end)),
             options=map_options,
         )
-        parts.append(maps.values)
+        parts.append(maps)
 
     height, width = images.shape[-2:]
-    part_size = batch_size or choose_explain_batch_size((height, width), images.device)
+    part_size = choose_explain_batch_size((height, width), images.device)
     run_in_memory(explain_part, 0, len(images), part_size=part_size, device=images.device)
-    values = torch.cat(parts)
-    return values[:, 0] if values.shape[1] == 1 else values
+    return torch.cat(parts).squeeze(1)
 
 
 def _name_outputs(model: nn.Module, images: Images) -> tuple[str, ...]:
@@ -108,12 +103,10 @@ def _name_outputs(model: nn.Module, images: Images) -> tuple[str, ...]:
 def _check_images(images: Images, model: nn.Module) -> None:
     """Raise ValueError unless a model can take the images."""
     device = next(model.parameters()).device
-    if images.ndim != 4 or not len(images) or not images.is_floating_point():
+    is_batch = images.ndim == 4 and len(images) and images.is_floating_point()
+    if not is_batch or images.device != device or not images.isfinite().all():
         raise ValueError(
-            f"images are a normalised floating-point tensor [B, C, H, W], not {images.dtype} "
-            f"{list(images.shape)}; vit.explain takes photos"
-        )
-    if images.device != device or not images.isfinite().all():
-        raise ValueError(
-            f"the images have NaN or infinite values, or are not on the model's device, {device}"
+            "images are a normalised tensor [B, C, H, W] of finite floating-point values on the "
+            f"model's device, {device}, not {images.dtype} {list(images.shape)} on "
+            f"{images.device}; vit.explain takes photos"
         )

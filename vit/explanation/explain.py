@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from vit.bundle import Bundle, Models, keeps_mode, open_model
-from vit.data.images import ImageInputs, list_images
+from vit.data.images import ImageInputs
 from vit.data.preprocess import Preprocess
 from vit.explanation.capture.forward import open_reader
 from vit.explanation.capture.tokens import draw_noise
@@ -24,8 +24,6 @@ from vit.explanation.writer import FORMATS, write_pictures, write_results
 from vit.runtime.arguments import as_tuple, check_choice, check_minimum
 from vit.runtime.files import check_output, expand_home, open_output
 
-# images for which "auto" takes two methods
-_MAX_AUTO_IMAGES = 64
 # images whose maps are tested by default: of a ViT-S/16, a test takes five times as long as maps
 _NUM_TESTED = 16
 
@@ -55,9 +53,8 @@ def explain(
         model: See `vit.evaluate`.
         images: Paths, folders, PIL images, uint8 arrays [H, W, 3], or one of
             them. None: `num_images` images of the model's test split.
-        methods: Names of methods. "auto" is, for up to 64 images, libra-removal
-            and rollout; for more, rollout alone. For a model without attention
-            (ResNet, ConvNeXt, Swin), "auto" is grad-cam.
+        methods: Names of methods. "auto" is libra-removal and rollout; for a
+            model without attention (ResNet, ConvNeXt, Swin), grad-cam.
         target: Class to explain: a name, an index, or "auto" (the predicted
             one, every predicted label, or a model's only output). "A - B" is
             the difference of two classes' logits. A function from outputs
@@ -97,19 +94,18 @@ def explain(
     """
     check_minimum(1, num_images=num_images, batch_size=batch_size)
     bundle = open_model(model, device=device, class_names=class_names, preprocess=preprocess)
-    inputs = None if images is None else list(list_images(images))
-    items = find_items(bundle, inputs, num_images)
+    items = find_items(bundle, images, num_images)
     names, kinds = as_tuple(methods), as_tuple(formats)
     if names == ("auto",):
-        names = _choose_auto(bundle, len(items))
+        names = _choose_auto(bundle)
     # everything that can be wrong with the options is checked before an earlier result is replaced
     explainer = Explainer(
         bundle,
+        items,
         names,
         target=target,
         map_options=map_options,
-        num_images=len(items),
-        num_tested={None: _NUM_TESTED, True: None, False: 0}[checks],
+        num_tested={None: _NUM_TESTED, True: len(items), False: 0}[checks],
         num_attended=MAX_IMAGES * (output is not None and "html" in kinds),
         batch_size=batch_size or 0,
     )
@@ -120,7 +116,7 @@ def explain(
         check_output(folder, overwrite=overwrite)
     found = Explanations(bundle, names, images=[], unreadable=explainer.unreadable)
     cards: list[dict[str, Any]] = []  # images of the gallery
-    for batch in explainer.explain(items):
+    for batch in explainer:
         if folder is not None:
             if not found.images:
                 # not earlier, so that a command that can read no image leaves nothing
@@ -154,13 +150,13 @@ def explain(
     return found
 
 
-def _choose_auto(bundle: Bundle, num_images: int) -> tuple[str, ...]:
+def _choose_auto(bundle: Bundle) -> tuple[str, ...]:
     """Choose the methods for "auto"."""
     reader = open_reader(bundle)
     if not reader.has_attention:
         return tuple(list_methods(reader))
     # a model without a classifier has no evidence for a class
-    if num_images <= _MAX_AUTO_IMAGES and bundle.class_names:
+    if bundle.class_names:
         # a pooling may have no gates; it is tried on noise, because all tokens of an even image may
         # count alike
         shape = (1, 3, *bundle.preprocess.image_size)

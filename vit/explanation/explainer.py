@@ -47,23 +47,21 @@ def choose_explain_batch_size(image_size: tuple[int, int], device: torch.device)
 class Explainer:
     """Explain images with one model, see `vit.explain`.
 
-    The maps of the first `num_tested` images (None: of all) are tested, and the first
-    `num_attended` get what their heads and patches attend to. `unreadable` has the path and the
-    reason for each image that could not be read.
+    The maps of the first `num_tested` images are tested, and the first `num_attended` get what
+    their heads and patches attend to. `unreadable` has the path and the reason for each image that
+    could not be read.
     """
 
     bundle: Bundle
+    items: Sequence[ImageItem]
     methods: Sequence[str]
     target: TargetLike = "auto"
     map_options: Mapping[str, object] | None = None
-    num_images: int | None = None
-    num_tested: int | None = 0
+    num_tested: int = 0
     num_attended: int = 0
     batch_size: int = 0
     unreadable: list[tuple[str, str]] = field(default_factory=list, init=False)
 
-    # a copy of a model that is made in inference mode can't be differentiated
-    @torch.inference_mode(False)
     def __post_init__(self) -> None:
         bundle = self.bundle
         self._reader = open_reader(bundle)
@@ -71,8 +69,10 @@ class Explainer:
         self.batch_size = self.batch_size or choose_explain_batch_size(image_size, bundle.device)
         # number of images that fit a GPU's memory together
         self.part_size = self.batch_size
-        chosen = find_methods(self.methods, self._reader, options=self.map_options or ())
-        has_classes = any(method.class_specific for method in chosen)
+        if not self._reader.has_attention:
+            self.num_attended = 0
+        self._methods = find_methods(self.methods, self._reader, options=self.map_options or ())
+        has_classes = any(method.class_specific for method in self._methods)
         is_auto = isinstance(self.target, str) and self.target == "auto"
         if not is_auto and not has_classes:
             raise ValueError(
@@ -85,23 +85,24 @@ class Explainer:
             self._target = FEATURES
             self.num_tested = 0  # removed patches have no effect on a class
         else:
-            self._target = build_target(self.target, names, self._kind, num_images=self.num_images)
+            count = len(self.items)
+            self._target = build_target(self.target, names, self._kind, num_images=count)
         # the most probable class otherwise, without a copy to the host
         if is_auto and (self._kind == "labels" or bundle.operating_point):
             self._target = replace(self._target, predict=partial(choose_decided, bundle))
         # files of several classes of one image need the class in their names
         self._names_classes = not is_auto or self._kind == "labels"
 
-    def explain(self, items: Sequence[ImageItem]) -> Iterator[list[ImageResult]]:
-        """Yield explained images with their photos and attention, which don't fit into memory for
-        many images, one batch after another."""
-        with ThreadPoolExecutor() as pool, show_progress("explaining", len(items)) as advance:
-            for start in range(0, len(items), self.batch_size):
-                chosen = items[start : start + self.batch_size]
+    def __iter__(self) -> Iterator[list[ImageResult]]:
+        """Explain one batch after another, because the images' photos and attention don't fit into
+        memory for many images."""
+        with ThreadPoolExecutor() as pool, show_progress("explaining", len(self.items)) as advance:
+            for start in range(0, len(self.items), self.batch_size):
+                chosen = self.items[start : start + self.batch_size]
                 batch: list[_Decoded] = []
                 for number, decoded in enumerate(pool.map(self._decode, chosen), start):
                     if isinstance(decoded, str):
-                        self.unreadable.append((items[number].path, decoded))
+                        self.unreadable.append((self.items[number].path, decoded))
                     else:
                         batch.append((number, *decoded))
                 if batch:
@@ -140,18 +141,12 @@ class Explainer:
             target=self._target.select(numbers),
             options=self.map_options,
         )
-        limit = self.num_tested
-        num_tested = sum(limit is None or number < limit for number in numbers)
+        num_tested = sum(number < self.num_tested for number in numbers)
         drops = measure_drops(forward, targets[:num_tested]) if num_tested else None
-        attention: list[dict[str, Tensor]] = []
-        if self._reader.has_attention:
-            num_attended = sum(number < self.num_attended for number in numbers)
-            attention = [measure_attention(forward, row) for row in range(num_attended)]
-
+        num_attended = sum(number < self.num_attended for number in numbers)
+        attention = [measure_attention(forward, row) for row in range(num_attended)]
         logits = forward.logits.detach()
-        scores = None
-        if self._kind not in ("classes", "labels"):
-            scores = self._target.score(logits, targets[:, 0])
+        scores = self._target.score(logits, targets[:, 0])
         # the only copy from the device, and the only time that the host waits for it
         logits, scores, targets, maps, drops, attention = copy_to_host(
             (logits, scores, targets, maps, drops, attention)
@@ -162,9 +157,7 @@ class Explainer:
         for row, image in enumerate(images):
             # labels that fill a row are repeated
             explained = tuple(dict.fromkeys(targets[row].tolist()))
-            if self._target.name is None:
-                image.targets = explained
-            for method, values in maps:
+            for method, values in zip(self._methods, maps, strict=True):
                 columns = zip(explained, values[row].numpy(), strict=False)
                 for column, (index, patches) in enumerate(columns):
                     found = self._add_map(image, method, index, patches)
@@ -173,21 +166,16 @@ class Explainer:
                         found.sanity_check = check_map(patches, evidence)
 
     def _add_predictions(
-        self,
-        images: Sequence[ImageResult],
-        logits: Tensor,
-        targets: Tensor,
-        scores: Tensor | None,
+        self, images: Sequence[ImageResult], logits: Tensor, targets: Tensor, scores: Tensor
     ) -> None:
         """Add what the model predicts; without classes, the target and its value."""
         is_finite = logits.isfinite().all(dim=1).tolist()
         if not all(is_finite):
             name = images[is_finite.index(False)].name
             raise ValueError(f"{self.bundle.name} gives NaN or infinite logits for {name}")
-        if scores is not None:
+        if self._kind not in ("classes", "labels"):
             assert self._target.name is not None
-            columns = targets.tolist(), scores.tolist()
-            for image, index, score in zip(images, *columns, strict=True):
+            for image, index, score in zip(images, targets.tolist(), scores.tolist(), strict=True):
                 name = self._target.name(index)
                 if self._target is not FEATURES:
                     name += f" = {score:.4g}"
@@ -209,23 +197,20 @@ class Explainer:
     def _add_map(
         self, image: ImageResult, method: Method, index: int, values: PatchMap
     ) -> MapResult:
-        """Add the map of an image for one class or target."""
+        """Add, and return, the map of an image for one class or target."""
         noun = "label" if self._kind == "labels" else "class"
         key, caption = f"{image.name}.{method.name}", f"{method.name} (the same for every {noun})"
         target = None
         if method.class_specific:
-            # a number that is not about a class has no evidence, only patches that change it
-            if self._target.name is not None:
+            if self._target.name is None:
+                target = image.describe_class(index, self.bundle.class_names[index])
+                caption, against = f"evidence for {target['name']}", "against it"
+            else:
+                # a number that is not about a class has no evidence, only patches that change it
                 target = image.describe_class(None, self._target.name(index))
                 caption, against = f"patches that raise {target['name']}", "lower it"
-            else:
-                target = image.describe_class(index, self.bundle.class_names[index])
-                caption, against = f"evidence for {target['name']}", f"against {target['name']}"
             if method.signed:
                 caption += f" (red) and {against} (blue)"
-            labels = image.prediction.get("labels")
-            if labels is not None and target["index"] is not None and target not in labels:
-                caption += f"; {target['name']} is not predicted"
             if self._names_classes:
                 key += f".{clean_name(target['name'])}"
         # a file name has no place for all characters

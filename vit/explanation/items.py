@@ -13,7 +13,7 @@ from PIL import Image
 
 from vit.bundle import Bundle
 from vit.data.dataset import ImageDataset
-from vit.data.images import read_image
+from vit.data.images import ImageInputs, list_images, read_image
 from vit.data.open import open_for_model
 from vit.data.sources.shards import is_remote
 from vit.runtime.files import clean_name
@@ -33,20 +33,21 @@ class ImageItem(NamedTuple):
 
 
 def find_items(
-    bundle: Bundle, images: Sequence[str | Image.Image] | None, num_images: int | None
+    bundle: Bundle, images: ImageInputs | None, num_images: int | None
 ) -> list[ImageItem]:
-    """Find the images to explain: paths and images in memory from `list_images`; or `num_images`, 16
-    by default, of the shards at an address, or of the model's test split. Raise ValueError if images
-    are named, and `num_images`, too."""
+    """Find the images to explain; for None, `num_images`, 16 by default, of the model's test split,
+    and of shards at an address as many. Raise ValueError if images are named, and `num_images`,
+    too."""
     recorded = bundle.recorded_images
     if images is None:
         splits = bundle.passed_images or open_for_model(None, recorded=recorded)
-    elif len(images) == 1 and isinstance(images[0], str) and is_remote(images[0]):
-        splits = open_for_model(images[0], recorded=recorded)
     else:
-        if num_images is not None:
-            raise ValueError("num_images has no effect on images that are named; leave it out")
-        return items_from_images(images)
+        named = list(list_images(images))
+        if len(named) != 1 or not is_remote(named[0]):
+            if num_images is not None:
+                raise ValueError("num_images has no effect on images that are named; leave it out")
+            return items_from_images(named)
+        splits = open_for_model(named[0], recorded=recorded)
     return items_from_dataset(splits.split(), num_images=num_images or _NUM_IMAGES)
 
 

@@ -1,13 +1,13 @@
 """The results of explaining: a map, an image, and all images."""
 
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from PIL import Image
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -17,9 +17,11 @@ from vit.data.preprocess import Geometry
 from vit.explanation.checks.sanity_checks import SanityCheck
 from vit.explanation.methods.registry import Method
 from vit.explanation.render.overlay import PatchMap
+from vit.runtime.numbers import format_percent
 
 # photos on the contact sheet, which are kept in memory
 MAX_SHEET_IMAGES = 24
+_PRECISION = 1000  # probabilities are told to a tenth of a percent
 
 
 @dataclass
@@ -50,13 +52,12 @@ class ImageResult:
     Attributes:
         path: Its name in messages and the manifest.
         name: Its name on pages and pictures, and the start of the names of its files.
-        photo: The RGB image, up to 512 pixels a side; None after the first 24.
-        maps: Maps in the order of the methods, then of the classes.
+        photo: The RGB image, 224 to 512 pixels a side; None after the first 24.
+        maps: In the order of the methods, then of the classes.
         prediction: Index, name and probability of the predicted class, or of the most probable
             label; "labels" has those that are predicted, where there may be several. Without
             probabilities, the name is the target and its value.
         probabilities: Probabilities of the classes; empty if the model has none.
-        targets: Classes that are explained; empty if the target isn't about a class.
         attention: The result of `measure_attention`, if it was asked for.
     """
 
@@ -69,7 +70,6 @@ class ImageResult:
     probabilities: Float[np.ndarray, " C"] = field(
         default_factory=lambda: np.empty(0, np.float32), repr=False
     )
-    targets: tuple[int, ...] = ()
     attention: Mapping[str, Float[np.ndarray, "down across rows columns"]] | None = field(
         default=None, repr=False
     )
@@ -89,7 +89,9 @@ class ImageResult:
         start = "predicted"
         if not labels:
             start, labels = "no label predicted; most probable:", [self.prediction]
-        words = [f"{one['name']}  {100 * one['probability']:.1f} %" for one in labels]
+        words = [
+            f"{one['name']}  {format_percent(one['probability'], _PRECISION)}" for one in labels
+        ]
         return f"{start} {', '.join(words)}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -131,8 +133,7 @@ class Explanations:
     unreadable: list[tuple[str, str]]
 
     def _repr_jpeg_(self) -> bytes:
-        """Return the contact sheet, which notebooks show and keep: JPEG is an eighth of the
-        size."""
+        """Return the contact sheet for notebooks, which keep it: PNG is eight times as large."""
         file = io.BytesIO()
         self.draw_sheet().save(file, "JPEG", quality=75)
         return file.getvalue()
@@ -148,43 +149,24 @@ class Explanations:
         """Maps of each method, float32: [n, rows, columns] on the patch grid, or for T labels
         [n, T, rows, columns]. Images of fewer labels than others end with maps of NaN."""
         found = {}
-        for name in self.methods:
-            rows = [[result.values for result in results] for results in self._find_maps(name)]
-            found[name] = _stack(map(np.stack, rows), torch.nan)
+        for name, images in self._find_maps().items():
+            rows = [torch.from_numpy(np.stack([one.values for one in maps])) for maps in images]
+            # shorter rows are filled up; one column has no axis
+            stacked = pad_sequence(rows, batch_first=True, padding_value=torch.nan)
+            found[name] = stacked.squeeze(1)
         return found
-
-    @property
-    def targets(self) -> Int[Tensor, "n ..."]:
-        """Class that is explained for each image, [n], or [n, T] with -1 where an image has fewer
-        labels than others; [n, 0] if the target isn't about a class."""
-        return _stack([np.array(image.targets, int) for image in self.images], -1)
-
-    @property
-    def probabilities(self) -> Float[Tensor, "n C"]:
-        """Probabilities of the classes at the temperature of the model file."""
-        return torch.from_numpy(np.stack([image.probabilities for image in self.images]))
 
     @property
     def checks(self) -> dict[str, list[list[SanityCheck]]]:
         """Tests by method, image and class; no classes if none were asked for."""
         return {
-            name: [
-                [result.sanity_check for result in results if result.sanity_check]
-                for results in self._find_maps(name)
-            ]
-            for name in self.methods
+            name: [[one.sanity_check for one in maps if one.sanity_check] for maps in images]
+            for name, images in self._find_maps().items()
         }
 
-    def _find_maps(self, method: str) -> list[list[MapResult]]:
-        """Find the maps of a method for each image."""
-        return [
-            [result for result in image.maps if result.method.name == method]
-            for image in self.images
-        ]
-
-
-def _stack(rows: Iterable[np.ndarray], fill: float) -> Tensor:
-    """Stack rows [T, ...], of which shorter ones are filled up; one column has no axis."""
-    tensors = list(map(torch.from_numpy, rows))
-    stacked = pad_sequence(tensors, batch_first=True, padding_value=fill)
-    return stacked[:, 0] if stacked.shape[1] == 1 else stacked
+    def _find_maps(self) -> dict[str, list[list[MapResult]]]:
+        """Find the maps of each method and image."""
+        return {
+            name: [[one for one in image.maps if one.method.name == name] for image in self.images]
+            for name in self.methods
+        }

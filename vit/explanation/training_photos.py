@@ -1,16 +1,17 @@
 """The training photos that are nearest to a photo, with their pictures for pages."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import numpy as np
+from PIL import Image
 
 from vit.bundle import Bundle
-from vit.data.dataset import LABEL_FIELDS, ImageDataset, ImageRule, printable
+from vit.data.dataset import printable
 from vit.data.duplicates import hash_pixels
-from vit.data.open import open_dataset, open_for_model
+from vit.data.open import open_for_model
 from vit.explanation.render.page import encode_photo
 from vit.prediction.neighbours import find_nearest
 from vit.prediction.predictor import BatchPredictor, Pixels, read_from
@@ -32,76 +33,63 @@ class Neighbour:
 def find_training_photos(
     bundle: Bundle,
     pixels: Sequence[Pixels],
-    wanted: Sequence[Sequence[tuple[int, int | None]]],
+    classes: Sequence[Sequence[int]],
     *,
     side: int,
 ) -> list[list[Neighbour]]:
-    """Find the training photos that are most similar to each image, the model's input, with pictures
-    of `side` pixels; none if the model file names none. Numbers of photos of a class, None for any,
-    are `wanted` for each image.
+    """Find the training photo of each of some classes that is most similar to an image, the model's
+    input, with its picture of `side` pixels; none if the model file names none. Where images may
+    have several labels, all photos are of class -1.
 
     Only images that the model file names, that are in the recorded training folder and whose pixels
-    have a recorded hash have a picture; without hashes, the list of the training images must be the
-    recorded one. So the file of a stranger shows nothing that the stranger hasn't seen. Names are
-    looked up in a list of that folder, in which links are followed as in training, and never opened
-    as paths. Data sets that would have to be downloaded have no pictures.
+    have a recorded hash have a picture. So the file of a stranger shows nothing that the stranger
+    hasn't seen. Names are looked up in a list of that folder, in which links are followed as in
+    training, and never opened as paths. Images that a user has passed are the user's own.
     """
-    # name and class of each; the class is -1 where images may have several labels
+    # name and class of each
     named = bundle.metadata.get("conformal", {}).get("training_images", [])
     if bundle.likeness is None or not named:
         return [[] for _ in pixels]
-    dataset = _open_training_images(bundle)
-    indices = {}
-    if dataset is not None:
-        indices = {printable(image_id): index for index, image_id in enumerate(dataset.ids)}
-    digests = None
-    # images that a user has passed are the user's own
-    if bundle.passed_images is None and bundle.training_hashes is not None:
-        digests = bundle.training_hashes[0]
+    readers = _find_readers(bundle, {path for path, _ in named})
+    digests, _ = bundle.training_hashes or ([], [])
 
     def draw(path: str) -> str | None:
         # it may be another image, or be deleted since it was listed
-        with suppress(ValueError, OSError):
-            if dataset is not None and path in indices:
-                photo = bundle.preprocess.to_rgb(dataset.image(indices[path]))
-                if digests is None or np.isin(hash_pixels(photo), digests):
-                    return encode_photo(photo, side=side)
+        with suppress(KeyError, ValueError, OSError):
+            photo = bundle.preprocess.to_rgb(readers[path]())
+            if bundle.passed_images is not None or np.isin(hash_pixels(photo), digests):
+                return encode_photo(photo, side=side)
         return None
 
     predictor = BatchPredictor.from_bundle(bundle)
     _, features = predictor.predict_with_features(read_from(pixels), count=len(pixels))
     labels = np.array([label for _, label in named])
     found: list[list[Neighbour]] = []
-    for row, parts in zip(features, wanted, strict=True):
+    for row, wanted in zip(features, classes, strict=True):
         found.append([])
-        for count, index in parts:
-            places = np.flatnonzero((labels == index) | (index is None))
+        for index in wanted:
+            places = np.flatnonzero(labels == index)
             # a class may have no features in the file
             if not len(places):
                 continue
             references = bundle.likeness.training_features[places]
-            (nearest,), (cosines,) = find_nearest(row[None], references, count)
-            for place, cosine in zip(places[nearest].tolist(), cosines.tolist(), strict=True):
-                path, label = named[place]
-                name = bundle.class_names[label] if label >= 0 else ""
-                found[-1].append(Neighbour(path, name, cosine, draw(path)))
+            ((nearest,),), ((cosine,),) = find_nearest(row[None], references, 1)
+            path, _ = named[places[nearest]]
+            name = "" if index < 0 else bundle.class_names[index]
+            found[-1].append(Neighbour(path, name, float(cosine), draw(path)))
     return found
 
 
-def _open_training_images(bundle: Bundle) -> ImageDataset | None:
-    """List the training images; None if they aren't on this machine."""
+def _find_readers(bundle: Bundle, names: Container[str]) -> dict[str, Callable[[], Image.Image]]:
+    """Find functions that read the training images of these names; none on another machine."""
+    recorded = bundle.recorded_images
     # the training folder may be deleted, or may contain other images
     with suppress(ValueError, OSError):
-        if bundle.passed_images is not None:
-            return bundle.passed_images.split("train")
-        recorded = bundle.recorded_images
-        name, root = recorded.get("name", ""), recorded.get("root")
-        if name not in _HERE:
-            return None
-        if bundle.training_hashes is None:
-            return open_for_model(None, recorded=recorded).split("train")
-        # splits and class names don't matter, because the model file names the training images
-        labels: dict[str, Any] = {key: recorded.get(key) for key in (*LABEL_FIELDS, "task")}
-        rule = ImageRule(**labels)
-        return open_dataset(name, root=root, download=False, rule=rule).split("all")
-    return None
+        splits = bundle.passed_images
+        if splits is None and recorded.get("name") in _HERE:
+            splits = open_for_model(None, recorded=recorded)
+        if splits is not None:
+            dataset = splits.split("all")
+            shown = zip(map(printable, dataset.ids), range(len(dataset)), strict=True)
+            return {name: partial(dataset.image, place) for name, place in shown if name in names}
+    return {}

@@ -1,6 +1,6 @@
 """Write explained images: overlays, exact arrays, the gallery, and a manifest that describes them.
 
-Equal inputs and settings give equal bytes: no times, no random numbers, sorted order.
+Equal inputs and settings give equal bytes: no times, no random numbers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,6 @@ from vit.explanation.render.overlay import blend
 from vit.runtime.files import format_json, write_arrays, write_atomically
 from vit.runtime.version import collect_versions
 
-SCHEMA_VERSION = 8
 SHEET_FILE = "index.png"
 FORMATS = ("png", "svg", "pdf", "npz", "html")
 
@@ -49,25 +48,25 @@ def write_results(
     maps.npz, and the gallery of `cards` from `describe_card`."""
     if "npz" in formats:
         arrays = {result.key: result.values for image in found.images for result in image.maps}
-        write_arrays(folder / "maps.npz", dict(sorted(arrays.items())))
+        write_arrays(folder / "maps.npz", arrays)
     if "png" in formats:
         _write_picture(folder / SHEET_FILE, found.draw_sheet())
     bundle = found.bundle
     entries = [image.to_dict() for image in found.images]
     manifest = {
-        "schema_version": SCHEMA_VERSION,
+        "schema_version": 8,
         "parameters": parameters,
         "model": bundle.name,
         "model_sha256": bundle.sha256,
         "run_id": bundle.metadata.get("run_id"),
         "preprocess": bundle.preprocess.to_dict(),
         "versions": collect_versions(),
-        "images": sorted(entries, key=lambda entry: entry["path"]),
+        "images": entries,
         "unreadable": [{"path": path, "reason": reason} for path, reason in found.unreadable],
     }
     write_atomically(folder / "manifest.json", format_json(manifest))
     if "html" in formats:
-        write_gallery(folder / "gallery.html", bundle, cards, images=entries)
+        write_gallery(folder / "gallery.html", bundle, cards, num_images=len(entries))
 
 
 def _write_picture(path: Path, picture: Image.Image) -> None:

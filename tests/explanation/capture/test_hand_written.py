@@ -80,7 +80,7 @@ def test_attention_maps_are_those_of_the_products_in_float64(
     gae = gae - find_readout(model, attentions[0].shape[-1])
     for found, expected in zip(maps, (rollout, gae), strict=True):
         prefix = forward.num_prefix_tokens
-        assert_close(found.values[:, 0].flatten(1), expected[:, 0, prefix:])
+        assert_close(found[:, 0].flatten(1), expected[:, 0, prefix:])
 
 
 @pytest.mark.parametrize("pool", ["class", "mean"])
@@ -102,6 +102,6 @@ def test_an_encoder_that_adds_is_read_as_the_same_blocks_are(pool: str) -> None:
         forward, _, found = compute_maps(model, images, methods=ALL)
         remove = build_removal(forward.reader, images, grid=forward.grid)
         kept = remove(torch.tensor([0, 1]), torch.tensor([[1, 3, 7], [5, 4, 0]]))
-        maps.append([kept, *(one.values for one in found)])
+        maps.append([kept, *found])
     for one, other in zip(*maps, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)

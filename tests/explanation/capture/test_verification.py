@@ -85,15 +85,15 @@ def test_a_module_that_is_passed_again_is_not_searched_again_until_it_changes() 
     torch.manual_seed(0)
     model = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2).eval()
     images = torch.randn(2, 3, 32, 32)
-    first = compute_maps(model, images)[2][0].values
+    first = compute_maps(model, images)[2][0]
     assert read_model(model, images).is_checked
-    assert torch.equal(compute_maps(model, images)[2][0].values, first)
+    assert torch.equal(compute_maps(model, images)[2][0], first)
     # in training, weights change and the maps with them
     with torch.no_grad():
         model.blocks[1].attn.qkv.weight.mul_(-3)
-    changed = compute_maps(model, images)[2][0].values
+    changed = compute_maps(model, images)[2][0]
     fresh = copy.deepcopy(model)
-    assert torch.equal(changed, compute_maps(fresh, images)[2][0].values)
+    assert torch.equal(changed, compute_maps(fresh, images)[2][0])
     assert not torch.allclose(changed, first, rtol=1e-2)
 
     # each change is noticed: a setting, a method, a hook
@@ -116,7 +116,7 @@ def test_a_module_that_is_passed_again_is_not_searched_again_until_it_changes() 
     with pytest.raises(ValueError, match="mixes tokens elsewhere"):
         compute_maps(model, images)
     handle.remove()
-    assert torch.equal(compute_maps(model, images)[2][0].values, changed)
+    assert torch.equal(compute_maps(model, images)[2][0], changed)
 
 
 def test_what_is_kept_neither_keeps_a_module_alive_nor_is_pickled_with_it() -> None:

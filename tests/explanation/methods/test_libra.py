@@ -174,9 +174,9 @@ def test_the_combination_is_the_mean_of_standardised_maps() -> None:
     model, images = build("ours-registers-norms")
     parts = ["libra-fullgrad", "libra-input-x-gradient", "removal-gradient"]
     _, _, (*found, combined) = compute_maps(model, images, methods=[*parts, name])
-    values = torch.stack([of_method.values[:, 0].flatten(1) for of_method in found])
+    values = torch.stack([of_method[:, 0].flatten(1) for of_method in found])
     expected = (values / values.std(dim=-1, keepdim=True)).mean(dim=0)
-    torch.testing.assert_close(combined.values[:, 0].flatten(1), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(combined[:, 0].flatten(1), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_the_combination_keeps_one_graph_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

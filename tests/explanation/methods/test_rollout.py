@@ -28,17 +28,14 @@ def test_three_tokens_two_layers_solved_by_hand() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"head_fusion": "max", "start_layer": 1}, {"head_fusion": "min", "discard_ratio": 0.5}],
+    [{}, {"head_fusion": "max"}, {"head_fusion": "min", "discard_ratio": 0.5}],
 )
 def test_the_method_is_the_row_of_what_the_classifier_reads(options: dict[str, object]) -> None:
     model, images = build("timm-registers")  # the mean of 24 patches, behind 5 tokens
     forward, _, (maps,) = compute_maps(model, images, methods=["rollout"], options=options)
-    start = options.pop("start_layer", 0)
-    whole = attention_rollout(forward.record.attentions[start:], **options)
+    whole = attention_rollout(forward.record.attentions, **options)
     expected = whole[:, 5:, 5:].mean(dim=1).reshape(2, 1, 4, 6)
-    assert (maps.values - expected).abs().max() < 1e-6
-    with pytest.raises(ValueError, match="start_layer 3 is outside 0 to 2"):
-        compute_maps(model, images, methods=["rollout"], options={"start_layer": 3})
+    assert (maps - expected).abs().max() < 1e-6
 
 
 def test_half_precision_is_accumulated_in_float32() -> None:

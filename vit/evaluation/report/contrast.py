@@ -99,7 +99,7 @@ def explain_mistakes(
         if bundle.is_multilabel:
             target = LABEL.with_classes(places)
         forward, _, (maps,) = compute_maps(bundle.model, images, methods=[METHOD], target=target)
-        values = maps.values[:, 0].cpu()  # [B, rows, columns]
+        values = maps[:, 0].cpu()  # [B, rows, columns]
         if bundle.is_multilabel:
             # where a label is missed, the evidence against it was wrong
             values = values * (1 - 2 * is_missed.int())[:, None, None]

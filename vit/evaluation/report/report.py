@@ -120,10 +120,10 @@ def _show_mistakes(result: "EvaluationResult") -> tuple[dict[int, list[Any]], st
         problem = "the model has seen these images, unlike the probes of the folds"
     elif mistakes:
         # they are the ones that the model file names, if they are on this machine
-        wanted: list[list[tuple[int, int | None]]] = [[(2, None)] for _ in mistakes]
+        classes = [[-1] for _ in mistakes]
         if not scores.is_multilabel:
-            wanted = [[(1, mistake.place), (1, mistake.predicted)] for mistake in mistakes]
-        neighbours = find_training_photos(bundle, photos, wanted, side=SIDE)
+            classes = [[mistake.place, mistake.predicted] for mistake in mistakes]
+        neighbours = find_training_photos(bundle, photos, classes, side=SIDE)
         try:
             contrasts = explain_mistakes(bundle, mistakes, photos)
         except ValueError as error:

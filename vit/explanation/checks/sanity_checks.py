@@ -51,9 +51,6 @@ class SanityCheck:
     reason: str
     p_value: float
 
-    def __str__(self) -> str:
-        return f"{self.verdict}: {self.reason}"
-
 
 def measure_drops(forward: Forward, targets: Int[Tensor, "B T"]) -> Float[Tensor, "B _ m"]:
     """Measure the loss of the probability of each class without each tile, for the first B images
@@ -167,15 +164,12 @@ def describe_grid(
 def choose_tiles(grid: Grid) -> Bool[Tensor, "m P"]:
     """Return the patches of each tile: single patches, or the smallest tiles that are at most
     `MAX_TILES`, but at least `MIN_TILES`; smaller tiles first."""
-    tiles = tile_patches(grid, 1)
-    if len(tiles) > MAX_SINGLE_PATCHES:
-        for side in range(2, max(grid)):
-            larger = tile_patches(grid, side)
-            if len(larger) < MIN_TILES:
-                break
-            tiles = larger
-            if len(tiles) <= MAX_TILES:
-                break
+    tiles, limit = tile_patches(grid, 1), MAX_SINGLE_PATCHES
+    for side in range(2, max(grid)):
+        larger = tile_patches(grid, side)
+        if len(tiles) <= limit or len(larger) < MIN_TILES:
+            break
+        tiles, limit = larger, MAX_TILES
     return tiles[tiles.sum(dim=1).argsort(stable=True)]
 
 

@@ -25,26 +25,21 @@ _OPACITY = 220  # opacity of the strongest attention, of 255
 
 
 def write_gallery(
-    path: Path,
-    bundle: Bundle,
-    cards: Sequence[Mapping[str, Any]],
-    *,
-    images: Sequence[Mapping[str, Any]],
+    path: Path, bundle: Bundle, cards: Sequence[Mapping[str, Any]], *, num_images: int
 ) -> None:
-    """Write the page of `cards` from `describe_card`. All `images` of the manifest count in the
-    summary."""
-    maps = [described for image in images for described in image["maps"]]
+    """Write the page of `cards` from `describe_card`, of the first of `num_images`."""
+    maps = [described for card in cards for described in card["maps"]]
     targets = [described["target"] for described in maps if described["target"]]
     classes = {each["index"]: each["name"] for each in targets if each["index"] is not None}
     context = {
         "title": f"Attention maps of {name_model(bundle.name)}",
         "images": cards,
-        "num_images": len(images),
+        "num_images": num_images,
         "methods": dict.fromkeys(each["method"] for each in maps),
         "classes": dict(sorted(classes.items())),
         "noun": "label" if bundle.is_multilabel else "class",
         "badges": BADGES,
-        "summary": count_confirmed(images),
+        "summary": count_confirmed(cards),
     }
     write_atomically(path, render_page(Path(__file__).with_name("gallery.html.jinja"), context))
 

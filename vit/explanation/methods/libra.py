@@ -24,11 +24,10 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-Arguments = tuple[Any, ...]
-Options = dict[str, Any]
-Function = Callable[..., Any]
-# calls a function so that its result gets another gradient
-Rule = Callable[[Function, Arguments, Options], Any]
+# a function with its keyword arguments
+Call = partial[Any]
+# calls a function with inputs so that its result gets another gradient
+Rule = Callable[..., Any]
 
 _GATE = "_libra_gate"  # attribute of the result of an activation with two bounds
 # names of inputs that may be passed by keyword, in their order
@@ -55,7 +54,8 @@ class LibraGradients(TorchFunctionMode):
                 LibraGradients.__torch_function__(self, in_place, types, inputs, kwargs)
             )
 
-        result = func(*args, **kwargs) if rule is None else rule(func, args, kwargs)
+        call = partial(func, **kwargs)
+        result = call(*args) if rule is None else rule(call, *args)
         if func in _KEEPS_GATES and all(hasattr(signal, _GATE) for signal in signals):
             setattr(result, _GATE, True)
         return result
@@ -85,71 +85,68 @@ def _weigh_gradient(weight: float | Tensor, value: Any) -> Any:
     return tree_map_only(Tensor, weigh, value)
 
 
-def _hold(func: Function, args: Arguments, kwargs: Options) -> Any:
+def _hold(call: Call, *args: Any) -> Tensor:
     """Take the result as a constant."""
-    return func(*args, **kwargs).detach()
+    return call(*args).detach()
 
 
-def _hold_inputs(held: slice, func: Function, args: Arguments, kwargs: Options) -> Any:
+def _hold_inputs(held: slice, call: Call, *args: Any) -> Tensor:
     """Take some inputs as constants."""
     inputs = list(args)
     inputs[held] = tree_map_only(Tensor, Tensor.detach, inputs[held])
-    return func(*inputs, **kwargs)
+    return call(*inputs)
 
 
-def _activate(func: Function, args: Arguments, kwargs: Options) -> Any:
+def _activate(call: Call, input: Tensor, *bounds: Any) -> Tensor:
     """Write f(x) as f(0) + x · [(f(x) - f(0)) / x] with a constant bracket."""
-    result = func(*args, **kwargs)
-    input: Tensor = args[0]
+    result = call(input, *bounds)
     # at 0 the bracket is the slope
     with torch.enable_grad():
         zero = input.new_zeros((), requires_grad=True)
-        start = func(zero, *args[1:], **kwargs)
+        start = call(zero, *bounds)
         (slope,) = torch.autograd.grad(start.sum(), zero)
     is_zero = input == 0
     gate = torch.where(is_zero, slope, (result - start) / torch.where(is_zero, 1.0, input))
     return _swap(result, input * gate.detach())
 
 
-def _open_gate(func: Function, args: Arguments, kwargs: Options) -> Any:
-    result = _activate(func, args, kwargs)
+def _open_gate(call: Call, *args: Any) -> Tensor:
+    result = _activate(call, *args)
     setattr(result, _GATE, True)
     return result
 
 
-def _multiply(func: Function, args: Arguments, kwargs: Options) -> Any:
+def _multiply(call: Call, *args: Any) -> Tensor:
     """Give each of several signals an equal share, and gates none."""
     signals = _list_signals(args)
     if len(signals) < 2:
-        return func(*args, **kwargs)
+        return call(*args)
     if not all(hasattr(signal, _GATE) for signal in signals):
         args = tree_map_only(Tensor, _hold_gate, args)
-    return func(*_weigh_gradient(1 / len(_list_signals(args)), args), **kwargs)
+    return call(*_weigh_gradient(1 / len(_list_signals(args)), args))
 
 
 def _hold_gate(tensor: Tensor) -> Tensor:
     return tensor.detach() if hasattr(tensor, _GATE) else tensor
 
 
-def _apply_degree(degree: float, func: Function, args: Arguments, kwargs: Options) -> Any:
-    return func(*_weigh_gradient(1 / degree, args), **kwargs)
+def _apply_degree(degree: float, call: Call, *args: Any) -> Tensor:
+    return call(*_weigh_gradient(1 / degree, args))
 
 
-def _raise(func: Function, args: Arguments, kwargs: Options) -> Any:
+def _raise(call: Call, base: Any, exponent: Any) -> Tensor:
     """Compute a power. Negative powers are denominators, and so constants."""
-    base, exponent = args
     is_power = isinstance(base, Tensor) and not _list_signals(exponent)
     # a learnt power has to be read from its device
     if not is_power or bool(torch.as_tensor(exponent <= 0).any()):
-        return _hold(func, args, kwargs)
-    return func(_weigh_gradient(1 / exponent, base), exponent, **kwargs)
+        return _hold(call, base, exponent)
+    return call(_weigh_gradient(1 / exponent, base), exponent)
 
 
-def _normalise(func: Function, args: Arguments, kwargs: Options) -> Any:
+def _normalise(call: Call, signal: Tensor, size: Any) -> Tensor:
     """Normalise by a constant deviation: layer norm, RMS norm or group norm."""
-    result = func(*args, **kwargs)
-    signal, size = args
-    weight, bias = kwargs["weight"], kwargs.get("bias")
+    result, options = call(signal, size), call.keywords
+    weight, bias = options["weight"], options.get("bias")
     if isinstance(size, int):
         # the places and channels of a group; each channel's parameters go over its places
         groups = signal.unflatten(1, (size, -1)).flatten(2)  # [B, G, n]
@@ -158,9 +155,11 @@ def _normalise(func: Function, args: Arguments, kwargs: Options) -> Any:
     else:
         groups = signal.flatten(-len(size))
     # RMS norm has no bias, and torch's default of its eps
-    if "bias" in kwargs:
+    if "bias" in options:
         groups = groups - groups.mean(dim=-1, keepdim=True)
-    eps = torch.finfo(signal.dtype).eps if kwargs["eps"] is None else kwargs["eps"]
+    eps = options["eps"]
+    if eps is None:
+        eps = torch.finfo(signal.dtype).eps
     variance = groups.detach().square().mean(dim=-1, keepdim=True)
     linear = (groups * (variance + eps).rsqrt()).reshape(result.shape)
     if weight is not None:
@@ -170,28 +169,27 @@ def _normalise(func: Function, args: Arguments, kwargs: Options) -> Any:
     return _swap(result, linear)
 
 
-def _normalise_length(func: Function, args: Arguments, kwargs: Options) -> Any:
+def _normalise_length(call: Call, input: Tensor) -> Tensor:
     """Divide by a constant norm."""
-    result = func(*args, **kwargs)
-    (input,) = args
-    norm = torch.linalg.vector_norm(input, kwargs["p"], kwargs["dim"], keepdim=True)
-    return _swap(result, input / norm.clamp_min(kwargs["eps"]).detach())
+    options = call.keywords
+    norm = torch.linalg.vector_norm(input, options["p"], options["dim"], keepdim=True)
+    return _swap(call(input), input / norm.clamp_min(options["eps"]).detach())
 
 
-def _attend_projected(func: Function, args: Arguments, kwargs: Options) -> tuple[Tensor, Any]:
+def _attend_projected(call: Call, *args: Any) -> tuple[Tensor, Any]:
     """Compute `nn.MultiheadAttention` a second time for its gradient: other arguments in the first
     computation would change the rounding."""
-    result, weights = func(*args, **kwargs)
+    result, weights = call(*args)
     query, key, value, size, num_heads, weight, bias, *others = args
     # the projections of queries and keys are constants, as the attention weights are
     if bias is not None:
         bias = torch.cat([bias[: 2 * size].detach(), bias[2 * size :]])
     projected = (query.detach(), key.detach(), value, size, num_heads, weight, bias)
-    linear, _ = func(*projected, *others, **kwargs)
+    linear, _ = call(*projected, *others)
     return _swap(result, linear), weights
 
 
-def _find_spellings(names: str) -> Iterator[Function]:
+def _find_spellings(names: str) -> Iterator[Callable[..., Any]]:
     """Find the functions and methods of these names."""
     for name in names.split():
         for space in (torch, Tensor, F):

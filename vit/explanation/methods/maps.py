@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -18,16 +18,8 @@ from vit.explanation.methods.registry import METHODS, Method, find_methods
 from vit.explanation.targets import CLASS, Classes, Target
 from vit.runtime.tensors import Images, Logits
 
-# P patches, for one class of each image, or for each class asked for
+# P patches, for each class asked for; for one if maps don't depend on the class
 Relevance = Float[Tensor, "B _ P"]
-
-
-class Maps(NamedTuple):
-    """Maps of one method for T classes of each image, float32; T is 1 if maps don't depend on the
-    class."""
-
-    method: Method
-    values: Float[Tensor, "B T rows columns"]
 
 
 @torch.inference_mode(False)
@@ -38,9 +30,9 @@ def compute_maps(
     methods: Sequence[str] = ("rollout",),
     target: Target = CLASS,
     options: Mapping[str, object] | None = None,
-) -> tuple[Forward, Int[Tensor, "B T"], list[Maps]]:
+) -> tuple[Forward, Int[Tensor, "B T"], list[Float[Tensor, "B _ rows columns"]]]:
     """Compute the maps of several methods from one recorded forward pass of normalised images.
-    Return the pass, the classes [B, T], and the maps in the order of `methods`.
+    Return the pass, the classes [B, T], and the maps of each of the `methods`, float32.
 
     Raises ValueError if a method or option is unknown, or the model can't be read, which is checked
     once for a reader, see `settle_source`.
@@ -76,11 +68,8 @@ def compute_maps(
         for method in chosen:
             if method.parts:
                 found[method.name] = _combine([found[part] for part in method.parts])
-        maps = [
-            Maps(method, torch.unflatten(found[method.name], -1, forward.grid).float())
-            for method in chosen
-        ]
-        return forward, targets, maps
+        relevance = [found[method.name].float() for method in chosen]
+        return forward, targets, [each.unflatten(-1, forward.grid) for each in relevance]
 
 
 def _score_by_libra(target: Target, logits: Logits, classes: Classes) -> Float[Tensor, " B"]:

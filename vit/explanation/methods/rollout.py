@@ -51,7 +51,7 @@ def attention_rollout(
         The matrix [B, N, N].
 
     Raises:
-        ValueError: An option is outside its range, or `attentions` is empty.
+        ValueError: An option is outside its range.
 
     Example:
         >>> with vit.capture_attention(model) as record: model(images)
@@ -59,8 +59,6 @@ def attention_rollout(
         >>> rollout[:, 0, 1:]  # patches in the class token, [B, patches]
         >>> rollout.mean(dim=1)  # in a mean-pooled model without one
     """
-    if not attentions:
-        raise ValueError("attentions is empty; rollout needs the attention of at least one layer")
     matrices = (_mix(attention, head_fusion, discard_ratio) for attention in reversed(attentions))
     return reduce(torch.matmul, matrices)
 
@@ -72,17 +70,14 @@ def compute_rollout(
     *,
     head_fusion: str = "mean",
     discard_ratio: float = 0.0,
-    start_layer: int = 0,
 ) -> TokenWeights:
-    """Compute the map method `rollout`, see `attention_rollout`, from layer `start_layer` on."""
+    """Compute the map method `rollout`, see `attention_rollout`."""
     layers = forward.record.layers
-    if not 0 <= start_layer < len(layers):
-        raise ValueError(f"start_layer {start_layer} is outside 0 to {len(layers) - 1}")
     pool_weights = at_least_float32(forward.pool_weights)
 
     def roll_up(images: slice) -> TokenWeights:
         row = pool_weights[images, None]
-        for layer in reversed(layers[start_layer:]):
+        for layer in reversed(layers):
             if head_fusion != "mean" or discard_ratio != 0:
                 row = row @ _mix(layer.attention(images), head_fusion, discard_ratio)
                 continue

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from textwrap import wrap
+from textwrap import fill
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from matplotlib import rc_context
@@ -23,11 +23,14 @@ if TYPE_CHECKING:
 _FONT_POINTS = 6
 _TILE_INCHES = 2.3  # width of a picture
 _CHARACTERS = 47  # in a line of this width
-_TEXT_INCHES = 1.0  # height of the text below it
+_TEXT_INCHES = 1.0  # height of the texts above and below it
 _MAX_TILES_ACROSS = 6
 _PICTURE_DPI = {"png": 100, "svg": 220, "pdf": 220}
 _SETTINGS: Any = {
     "font.size": _FONT_POINTS,
+    "axes.titlesize": _FONT_POINTS,
+    "axes.titlelocation": "left",
+    "text.parse_math": False,  # names may have dollar signs
     # text stays text in the file; the salt makes its ids the same each time
     "svg.fonttype": "none",
     "pdf.fonttype": 42,
@@ -35,8 +38,8 @@ _SETTINGS: Any = {
 }
 
 
-# a picture, and the texts below it, each with its style
-Tile = tuple[Image.Image, list[tuple[str, dict[str, str]]]]
+# a picture, the title above it with its style, and the text below it
+Tile = tuple[Image.Image, str, dict[str, str], str]
 
 
 def save_figure(path: Path, image: "ImageResult", result: "MapResult") -> None:
@@ -54,15 +57,15 @@ def draw_sheet(images: Sequence["ImageResult"]) -> Image.Image:
 
 def _draw_tiles(image: "ImageResult", results: Sequence["MapResult"]) -> list[Tile]:
     assert image.photo is not None
-    title = (image.describe_prediction(), {"weight": "bold"})
-    tiles: list[Tile] = [(image.photo, [title, (image.name, {})])]
+    tiles: list[Tile] = [(image.photo, image.describe_prediction(), {"weight": "bold"}, image.name)]
     for result in results:
         signed = result.method.signed
         picture = blend(image.photo, result.values, image.geometry, signed=signed)
-        tiles.append((picture, [(result.caption, {})]))
+        verdict, style = "", {}
         if result.sanity_check is not None:
             verdict, colour = BADGES[result.sanity_check.verdict]
-            tiles[-1][1].insert(0, (verdict, {"color": "white", "backgroundcolor": colour}))
+            style = {"color": "white", "backgroundcolor": colour}
+        tiles.append((picture, verdict, style, result.caption))
     return tiles
 
 
@@ -72,7 +75,7 @@ def _save(rows: Sequence[Sequence[Tile]], file: Path | BinaryIO, *, kind: str) -
     across = min(max(_MAX_TILES_ACROSS // tiles, 1), len(rows))
     num_lines = -(-len(rows) // across)
     # as high as the highest picture
-    shapes = [picture.height / picture.width for row in rows for picture, _ in row]
+    shapes = [picture.height / picture.width for row in rows for picture, *_ in row]
     height = num_lines * (min(max(shapes), 2) * _TILE_INCHES + _TEXT_INCHES)
     size = (across * tiles * _TILE_INCHES, height)
     with rc_context(_SETTINGS), warnings.catch_warnings():
@@ -84,28 +87,21 @@ def _save(rows: Sequence[Sequence[Tile]], file: Path | BinaryIO, *, kind: str) -
             axes.set_axis_off()
         for number, row in enumerate(rows):
             for place, tile in enumerate(row, start=number % across * tiles):
-                _draw_tile(grid[number // across, place], tile)
+                picture, title, style, text = tile
+                axes = grid[number // across, place]
+                axes.imshow(picture)
+                axes.set_title(fill(title, _CHARACTERS), **style)
+                axes.annotate(
+                    fill(text, _CHARACTERS),
+                    (0, 0),
+                    (0, -_FONT_POINTS),
+                    xycoords="axes fraction",
+                    textcoords="offset points",
+                    va="top",
+                )
         figure.savefig(
             file,
             format=kind,
             bbox_inches="tight",
             metadata={"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind),
         )
-
-
-def _draw_tile(axes: Any, tile: Tile) -> None:
-    picture, texts = tile
-    axes.imshow(picture)
-    y = -4.0
-    for text, style in texts:
-        lines = wrap(text, _CHARACTERS)
-        drawn = axes.annotate(
-            "\n".join(lines),
-            (0, 0),
-            (0, y),
-            xycoords="axes fraction",
-            textcoords="offset points",
-            va="top",
-        )
-        drawn.set(parse_math=False, **style)  # names may have dollar signs
-        y -= _FONT_POINTS * 1.3 * len(lines) + 4

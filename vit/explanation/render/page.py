@@ -39,10 +39,7 @@ def render_page(template: Path, context: Mapping[str, object]) -> str:
 
 
 def name_model(source: str) -> str:
-    """Return a model's name on pages: that of its run directory or file, or in timm."""
-    if source.startswith("timm:"):
-        # timm:NAME, timm:local-dir:FOLDER or timm:hf-hub:OWNER/NAME
-        source = source.rpartition(":")[2]
+    """Return a model's name on pages: that of its run directory or file."""
     path = Path(source).absolute()
     # all runs have the same file name, so the folder tells them apart
     return path.parent.name if path.name == MODEL_FILE else path.name
