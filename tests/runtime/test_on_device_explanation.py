@@ -60,7 +60,7 @@ def test_explanations_equal_the_cpus_with_one_copy_in_and_one_out(
     meter: Meter, table: Callable[..., None], save_model: Any, tmp_path: Path, model: str, name: str
 ) -> None:
     path = save_model(tmp_path / "model.safetensors", **MODELS[model])
-    pixels = np.random.default_rng(0).integers(0, 256, (5, 30, 30, 3), dtype=np.uint8)
+    pixels = np.random.default_rng(0).integers(0, 256, (3, 30, 30, 3), dtype=np.uint8)
     counts: list[Count] = []
 
     def explain(device: str) -> list[ImageResult]:

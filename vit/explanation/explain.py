@@ -154,7 +154,7 @@ def _choose_auto(bundle: Bundle) -> tuple[str, ...]:
     """Choose the methods for "auto"."""
     reader = open_reader(bundle)
     if not reader.has_attention:
-        return tuple(list_methods(reader))
+        return tuple(list_methods(reader.source))
     # a model without a classifier has no evidence for a class
     if bundle.class_names:
         # a pooling may have no gates; it is tried on noise, because all tokens of an even image may

@@ -69,12 +69,12 @@ def _compute_likeness(run: Run, bundle: Bundle) -> Likeness:
     # Evenly spaced among the images by class, so that each class has its share.
     by_class = np.argsort(train.strata, kind="stable")
     chosen = np.sort(by_class[choose_evenly(len(by_class), _MAX_TRAINING_FEATURES)])
-    # Images that are decoded while training are decoded here, and unreadable ones are left out.
-    training = run.data.decode(train.subset(chosen))
     fitted = run.probe
     if fitted is not None and fitted.features and fitted.images is train:
         training_features = fitted.features[fitted.probe.readout].numpy()[chosen]
     else:
+        # Images that are decoded while training are decoded here, and unreadable ones are left out.
+        training = run.data.decode(train.subset(chosen))
         training_features = compute_head_features(bundle, training)
     held_out = choose_evenly(len(validation), _MAX_DISTANCES)
     held_out_features = compute_head_features(bundle, validation.subset(held_out))

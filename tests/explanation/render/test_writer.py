@@ -75,7 +75,7 @@ def test_the_same_input_gives_the_same_bytes(
 ) -> None:
     formats = ("png", "npz", "html", "svg", "pdf")
     for name in ("first", "second"):
-        export(bundle, photos[-2:], tmp_path / name, methods=("rollout", "gae"), formats=formats)
+        export(bundle, photos[-2:-1], tmp_path / name, methods="gae", formats=formats)
     assert contents(tmp_path / "first") == contents(tmp_path / "second")
     # figures have editable text
     (svg,) = (tmp_path / "first").glob("two.gae.svg")
@@ -113,9 +113,7 @@ def test_a_written_result_is_the_one_in_memory(
 def test_the_manifest_says_how_each_map_was_made(
     bundle: Bundle, photos: list[str], readable: list[str], tmp_path: Path
 ) -> None:
-    manifest = export(
-        bundle, photos, tmp_path / "out", methods=("gae",), target="dog/wolf", map_options={}
-    )
+    manifest = export(bundle, photos, tmp_path / "out", methods=("gae",), target="dog/wolf")
     assert manifest["parameters"]["methods"] == ["gae"]
     assert manifest["parameters"]["target"] == "dog/wolf"
     assert manifest["model_sha256"] == "0" * 64
@@ -171,7 +169,7 @@ def test_two_classes_of_one_file_name_have_maps_of_their_own(
 
 
 def test_a_notebook_shows_the_pictures_of_a_result(bundle: Bundle, readable: list[str]) -> None:
-    explanations = explain(bundle, readable)
+    explanations = explain(bundle, readable[:1], methods="rollout")
     with Image.open(io.BytesIO(explanations._repr_jpeg_())) as picture:
         difference = np.subtract(picture, explanations.draw_sheet(), dtype=np.int16)
     assert np.abs(difference).mean() < 3  # of 255: it is compressed

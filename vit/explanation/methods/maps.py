@@ -85,7 +85,9 @@ def _compute_relevance(
 ) -> Relevance:
     """Compute the relevance by one method, once if it is the same for every class."""
     assert method.compute is not None
-    columns = targets.unbind(dim=1)[: None if method.class_specific else 1]
+    columns = targets.unbind(dim=1)
+    if not method.class_specific:
+        columns = columns[:1]
     own = {name: options[name] for name in method.options if name in options}
     # the forward pass may be in half precision; the products of many matrices are not
     with torch.autocast(forward.images.device.type, enabled=False), torch.enable_grad():

@@ -105,9 +105,8 @@ for _method in (
     register_method(_method)
 
 
-def list_methods(reader: ModelReader | None = None) -> list[str]:
-    """Return the names of the methods for a model; None: a model with attention."""
-    source = "attention" if reader is None else reader.source
+def list_methods(source: Source = "attention") -> list[str]:
+    """Return the names of the methods for models of which maps are read from this source."""
     return [name for name, method in METHODS.items() if source in method.models]
 
 
@@ -118,7 +117,9 @@ def find_methods(
     model, or if none of them has one of the options."""
     if not names:
         raise ValueError("methods is empty; name at least one")
-    known = list(METHODS) if reader is None else list_methods(reader)
+    known = list(METHODS)
+    if reader is not None:
+        known = list_methods(reader.source)
     for name in names:
         if reader is not None and name in METHODS and name not in known:
             reason = f" ({reader.found.refusal})" if reader.found.refusal else ""
