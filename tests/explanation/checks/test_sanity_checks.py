@@ -41,19 +41,21 @@ def count_agreeing(maps: torch.Tensor, drops: torch.Tensor) -> float:
 
 @pytest.mark.parametrize(
     ("side", "count", "noise", "expected"),
-    [(8, 150, 1.0, 0.9), (14, 60, 0.5, 0.8), (16, 60, 0.5, 0.8)],
+    [(8, 400, 1.0, 0.9), (14, 60, 0.5, 0.8), (16, 60, 0.5, 0.8)],
 )
 def test_what_is_there_is_found_and_false_alarms_are_few(
     side: int, count: int, noise: float, expected: float
 ) -> None:
     maps = draw_smooth(count, seed=0, side=side)
     drops = draw_smooth(count, seed=1, side=side)
-    assert count_agreeing(maps, drops) <= 0.05
     assert count_agreeing(maps + noise * drops * maps.std() / drops.std(), maps) > expected
+    # the others are further from their bounds
+    maps, drops = maps[:150], drops[:150]
+    assert count_agreeing(maps, drops) <= 0.05
     # a map of the middle is not taken for one of objects in the middle
     line = torch.linspace(-1, 1, side)
     distance = line[:, None] ** 2 + line**2
-    centre = torch.exp(-2 * distance).expand(count, -1, -1).contiguous()
+    centre = torch.exp(-2 * distance).expand(len(maps), -1, -1).contiguous()
     assert count_agreeing(centre, 5 * drops - 2 * distance) <= 0.05
     assert {check.verdict for check in compare_all(-drops, drops)} == {"not confirmed"}
 
