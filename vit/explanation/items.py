@@ -47,7 +47,7 @@ def find_items(
             if num_images is not None:
                 raise ValueError("num_images has no effect on images that are named; leave it out")
             return items_from_images(named)
-        splits = open_for_model(named[0], recorded=recorded)
+        splits = open_for_model(str(named[0]), recorded=recorded)
     return items_from_dataset(splits.split(), num_images=num_images or _NUM_IMAGES)
 
 

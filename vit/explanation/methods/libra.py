@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 # a function with its keyword arguments
-Call = partial[Any]
+Call = partial[Tensor]
 # calls a function with inputs so that its result gets another gradient
 Rule = Callable[..., Any]
 
@@ -149,7 +149,7 @@ def _normalise(call: Call, signal: Tensor, size: Any) -> Tensor:
     weight, bias = options["weight"], options.get("bias")
     if isinstance(size, int):
         # the places and channels of a group; each channel's parameters go over its places
-        groups = signal.unflatten(1, (size, -1)).flatten(2)  # [B, G, n]
+        groups = torch.unflatten(signal, 1, (size, -1)).flatten(2)  # [B, G, n]
         shape = (-1, *[1] * (signal.ndim - 2))
         weight, bias = (None if one is None else one.reshape(shape) for one in (weight, bias))
     else:

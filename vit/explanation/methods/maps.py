@@ -69,7 +69,7 @@ def compute_maps(
             if method.parts:
                 found[method.name] = _combine([found[part] for part in method.parts])
         relevance = [found[method.name].float() for method in chosen]
-        return forward, targets, [each.unflatten(-1, forward.grid) for each in relevance]
+        return forward, targets, [torch.unflatten(each, -1, forward.grid) for each in relevance]
 
 
 def _score_by_libra(target: Target, logits: Logits, classes: Classes) -> Float[Tensor, " B"]:
