@@ -55,7 +55,6 @@ def attribute(
         >>> maps = vit.attribute(model, images, target=labels)
         >>> maps.shape  # [B, rows, columns]
     """
-    check_minimum(1, batch_size=batch_size)
     is_multilabel = False
     if not isinstance(model, nn.Module):
         device = str(images.device) if isinstance(model, str | Path) else "auto"
