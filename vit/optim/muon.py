@@ -8,6 +8,7 @@ torch.optim.Muon (2.15) takes two-dimensional parameters only, orthogonalises pa
 and values as one matrix, and has no float32 products and no `found_inf`.
 """
 
+import inspect
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.optim.adamw import adamw
+from torch.optim import AdamW, Optimizer
 
 from vit.runtime.threads import BatchThreads
 
@@ -26,8 +27,7 @@ _B = -4.7750
 _C = 2.0315
 _STEPS = 5
 MOMENTUM = 0.95  # Nesterov momentum
-_ADAMW_EPS = 1e-8
-_Member = tuple[Tensor, dict[str, Any]]  # a parameter and its group
+_Member = tuple[Tensor, Tensor]  # a parameter, and the learning rate of each of its matrices
 # On a CPU, wider matrices are faster one by one than in a batch (48 of 384×384 in bfloat16: 108 ms
 # against 198).
 _BATCHED_WIDTH = 128
@@ -65,9 +65,9 @@ def _iterate(work: Tensor) -> Tensor:
     return work
 
 
-class Muon(torch.optim.Optimizer):
-    """Muon on the groups whose `num_matrices` is positive, AdamW on the others; one state_dict for
-    both.
+class Muon(AdamW):
+    """Muon on the groups whose `num_matrices` is positive, torch's AdamW on the others; one
+    state_dict for both.
 
     A parameter in a Muon group holds `num_matrices` matrices of equal size, one below the other. A
     kernel [O, I, h, w] is the matrix [O, I·h·w], and the update is scaled by
@@ -88,10 +88,12 @@ class Muon(torch.optim.Optimizer):
 
     # torch excludes these from compilation, and imports its compiler (3 s) at their first call for
     # that. No compiled code of this project calls them.
-    add_param_group = torch.optim.Optimizer.add_param_group.__wrapped__  # type: ignore[attr-defined]
-    zero_grad = torch.optim.Optimizer.zero_grad.__wrapped__  # type: ignore[attr-defined]
-    state_dict = torch.optim.Optimizer.state_dict.__wrapped__  # type: ignore[attr-defined]
-    load_state_dict = torch.optim.Optimizer.load_state_dict.__wrapped__  # type: ignore[attr-defined]
+    add_param_group = Optimizer.add_param_group.__wrapped__  # type: ignore[attr-defined]
+    zero_grad = Optimizer.zero_grad.__wrapped__  # type: ignore[attr-defined]
+    state_dict = Optimizer.state_dict.__wrapped__  # type: ignore[attr-defined]
+    load_state_dict = Optimizer.load_state_dict.__wrapped__  # type: ignore[attr-defined]
+    # AdamW's own looks for a count of steps, which Muon's parameters don't have.
+    __setstate__ = Optimizer.__setstate__
 
     def __init__(
         self,
@@ -102,86 +104,57 @@ class Muon(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "weight_decay": weight_decay,
-            "num_matrices": 0,
-            # With it, load_state_dict puts AdamW's step counts on the device of the parameters.
-            "fused": True,
-        }
-        super().__init__(params, defaults)
+        super().__init__(params, lr, betas, weight_decay=weight_decay, fused=True)
         self._dtype = dtype
         device = self.param_groups[0]["params"][0].device
         self.grad_scale = torch.ones((), device=device)
         self.found_inf = torch.zeros((), device=device)
         self.threads: BatchThreads | None = None
 
+    def _init_group(self, group: dict[str, Any], *lists: Any) -> bool:
+        """Collect the parameters that AdamW updates."""
+        return not group["num_matrices"] and super()._init_group(group, *lists)
+
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient."""
-        # rows and columns → parameters whose matrices have this shape, each with its group
-        stacks: dict[tuple[int, int], list[_Member]] = {}
+        # Its wrapper would import the compiler, too.
+        inspect.unwrap(AdamW.step)(self)
+        # rows, columns and weight decay → parameters whose matrices have these
+        stacks: dict[tuple[int, int, float], list[_Member]] = {}
         for group in self.param_groups:
-            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if not group["num_matrices"]:
-                self._step_adamw(parameters, group)
-                continue
-            for parameter in parameters:
-                shape = (parameter.shape[0] // group["num_matrices"], parameter[0].numel())
-                stacks.setdefault(shape, []).append((parameter, group))
-        for (rows, columns), members in stacks.items():
-            self._step_muon(members, rows, columns)
+            count = group["num_matrices"]
+            rates = torch.as_tensor(group["lr"], device=self.found_inf.device).float()
+            for parameter in group["params"]:
+                if count and parameter.grad is not None:
+                    kind = (len(parameter) // count, parameter[0].numel(), group["weight_decay"])
+                    stacks.setdefault(kind, []).append((parameter, rates.expand(count, 1, 1)))
+        for (rows, columns, weight_decay), members in stacks.items():
+            self._step_muon(members, rows, columns, weight_decay)
 
-    def _step_adamw(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        for parameter in parameters:
-            if not self.state[parameter]:
-                self.state[parameter] = {
-                    "step": torch.zeros((), device=parameter.device),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
-        states = [self.state[parameter] for parameter in parameters]
-        beta1, beta2 = group["betas"]
-        adamw(
-            parameters,
-            [parameter.grad for parameter in parameters],  # type: ignore[misc]
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
-            [],
-            [state["step"] for state in states],
-            fused=True,
-            grad_scale=self.grad_scale,
-            found_inf=self.found_inf,
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=_ADAMW_EPS,
-            maximize=False,
-        )
-
-    def _step_muon(self, members: list[_Member], rows: int, columns: int) -> None:
+    def _step_muon(
+        self, members: list[_Member], rows: int, columns: int, weight_decay: float
+    ) -> None:
         """Update the momentum, and set weights ← weights − rate · (direction + decay · weights).
 
         The factor 1 − μ of the momentum is left out, because the iteration normalises it.
         """
+        parameters = [parameter for parameter, _ in members]
 
         def join(tensors: Iterable[Any]) -> Float[Tensor, "M R C"]:
             return torch.cat([tensor.reshape(-1, rows, columns) for tensor in tensors])
 
         def split(matrices: Float[Tensor, "M R C"]) -> list[Tensor]:
-            parts = torch.split(matrices, [len(parameter) // rows for parameter, _ in members])
-            return [part.reshape(p.shape) for part, (p, _) in zip(parts, members, strict=True)]
+            parts = torch.split(matrices, [len(parameter) // rows for parameter in parameters])
+            return [part.reshape(p.shape) for part, p in zip(parts, parameters, strict=True)]
 
-        for parameter, _ in members:
+        for parameter in parameters:
             if not self.state[parameter]:
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-        buffers = [self.state[parameter]["momentum_buffer"] for parameter, _ in members]
+        buffers = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
         momentum = join(buffers)
-        gradient = join(parameter.grad for parameter, _ in members) / self.grad_scale
-        # With a gradient that is not finite the momentum stays, and the rate below is 0.
+        gradient = join(parameter.grad for parameter in parameters) / self.grad_scale
+        # With a gradient that is not finite the momentum stays, and the rates below are 0.
         gradient = torch.where(self.found_inf > 0, momentum, gradient)
         momentum.lerp_(gradient, 1 - MOMENTUM)
         torch._foreach_copy_(buffers, split(momentum))
@@ -194,15 +167,6 @@ class Muon(torch.optim.Optimizer):
             parts = directions.chunk(self.threads.count)
             directions = torch.cat(list(self.threads.map(compute, parts)))
         directions *= max(1.0, rows / columns) ** 0.5
-        changes = split(directions)
-        for group in self.param_groups:
-            places = [place for place, member in enumerate(members) if member[1] is group]
-            if not places:
-                continue
-            parameters = [members[place][0] for place in places]
-            # A few operations for all parameters: a loop would start three kernels for each.
-            group_changes = torch._foreach_add(
-                [changes[place] for place in places], parameters, alpha=group["weight_decay"]
-            )
-            torch._foreach_mul_(group_changes, group["lr"] * (self.found_inf == 0))
-            torch._foreach_sub_(parameters, group_changes)
+        directions.add_(join(parameters), alpha=weight_decay)
+        directions *= torch.cat([rates for _, rates in members]) * (self.found_inf == 0)
+        torch._foreach_sub_(parameters, split(directions))
