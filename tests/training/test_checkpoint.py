@@ -1,16 +1,19 @@
 """Checkpoints: whole or absent, verified, with a fallback."""
 
+import io
 import os
 from pathlib import Path
 
 import pytest
 import torch
 
-from vit.training.checkpoint import CheckpointStore, serialize_state
+from vit.training.checkpoint import CheckpointStore
 
 
 def save(store: CheckpointStore, step: int, *, best: int = 0) -> Path:
-    return store.save(serialize_state({"value": torch.tensor(step)}), step=step, best_step=best)
+    content = io.BytesIO()
+    torch.save({"value": torch.tensor(step)}, content)
+    return store.save(content.getbuffer(), step=step, best_step=best)
 
 
 def load(store: CheckpointStore) -> int | None:

@@ -6,27 +6,16 @@ carries the checksum, so that one rename makes content and checksum appear toget
 """
 
 import hashlib
-import io
 import re
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from vit.runtime.files import compute_sha256, read_tensors, remove, write_atomically
 
 # the global step and the first digits of the SHA-256
 _NAME = re.compile(r"step-(\d+)-([0-9a-f]{16})\.pt")
-
-
-def serialize_state(state: dict[str, Any]) -> memoryview:
-    """Return the content of a file: tensors, numbers and text, in dictionaries and lists, in the
-    host's memory, where later steps don't change them."""
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    return buffer.getbuffer()
 
 
 @dataclass(frozen=True)

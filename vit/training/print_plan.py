@@ -14,7 +14,7 @@ def print_plan(run: Run, choices: dict[str, str], *, resumed: bool) -> None:
     """Show what a run will do, its unreadable images and its warnings on standard error; no
     warnings of a run that is `resumed`. `choices` are the reasons of what was chosen, by name."""
     console = build_console(stderr=True)
-    rows = {"output": str(run.trainer.checkpoints.directory.parent)}
+    rows = {"output": str(run.trainer.directory)}
     rows |= summarize_run(run) | choices
     console.print(build_table(rows.items(), num_text_columns=2))
     train = run.data.train

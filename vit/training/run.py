@@ -22,13 +22,10 @@ from vit.runtime.files import default_cache_dir
 from vit.runtime.memory import keep_freed_memory
 from vit.runtime.processes import current_process
 from vit.runtime.threads import BatchThreads
-from vit.training.background_writer import BackgroundWriter
-from vit.training.checkpoint import CheckpointStore
 from vit.training.data import TrainingData, build_data, build_dataset, build_train_loader
-from vit.training.identity import compute_run_id, identify_run
+from vit.training.identity import identify_run
 from vit.training.losses import Loss, StepLoss, build_loss
 from vit.training.model import build_model, check_user_model
-from vit.training.model_writer import write_bundle
 from vit.training.observers import Observer, ProgressBar, TensorBoard
 from vit.training.plan import TrainingPlan
 from vit.training.probe import (
@@ -139,7 +136,6 @@ def build_run(
     )
     passed = {"transform": transform, "model": user_model, "loss": loss}
     identity = identify_run(config, data.train.fingerprint, passed)
-    writer = BackgroundWriter()
     observers: list[Observer] = []
     if current_process().is_main:
         observers += [ProgressBar(len(data.validation or ())), TensorBoard(directory)]
@@ -148,18 +144,9 @@ def build_run(
         plan=plan,
         train_batches=batches,
         data=data,
-        checkpoints=CheckpointStore(directory / "checkpoints"),
-        write_model=partial(
-            write_bundle,
-            directory=directory,
-            data=data,
-            run_id=compute_run_id(identity),
-            writer=writer,
-        ),
+        directory=directory,
         observers=observers,
         identity=identity,
-        writer=writer,
-        keeps_first_model=uses_probe(config),
     )
     return Run(data, trainer, probe)
 

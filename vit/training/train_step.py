@@ -32,8 +32,6 @@ _WARM_UP_STEPS = 3
 
 # from images and targets to the result
 RunStep = Callable[[Tensor, Tensor], "StepResult"]
-# a part of a batch: images and targets
-_Part = tuple[Tensor, Tensor]
 # mean loss times the part's share of the batch, number of right images, gradients of the weights
 _Derivative = tuple[Tensor, Tensor, tuple[Tensor, ...]]
 
@@ -94,11 +92,15 @@ class TrainStep:
         if isinstance(self.model, DistributedDataParallel):
             self._parallel = self.model
             self.module = self.model.module
-        self.average: nn.Module | None = None
+        # the model to evaluate: the average of the weights, or the model itself without one
+        self.averaged_model = self.module
         if self.ema_decay:
-            self.average = copy.deepcopy(self.module).eval().requires_grad_(False)
-            self._values = _floating_values(self.module)
-            self._average_values = _floating_values(self.average)
+            self.averaged_model = copy.deepcopy(self.module).eval().requires_grad_(False)
+            # weights and buffers, without counters
+            self._values, self._average_values = (
+                [value for value in model.state_dict().values() if value.is_floating_point()]
+                for model in (self.module, self.averaged_model)
+            )
         self.device = next(self.model.parameters()).device
         self.num_steps = 0  # done so far
         # steps of the full schedule for each step of this run; more than 1 if it was shortened
@@ -107,11 +109,9 @@ class TrainStep:
         # Numbers that change from step to step are on the device, where a CUDA graph reads them.
         # torch's fused optimizers take a rate as float32 on a GPU, as float64 on a CPU.
         rate_dtype = torch.float32 if self.device.type in ("cuda", "mps") else torch.float64
-        self._full_rates: list[float] = [group["lr"] for group in self.optimizer.param_groups]
-        self._rates = [
-            torch.zeros((), dtype=rate_dtype, device=self.device) for _ in self._full_rates
-        ]
-        self._use_own_rates()
+        for group in self.optimizer.param_groups:
+            group["initial_lr"] = group["lr"]
+            group["lr"] = torch.zeros((), dtype=rate_dtype, device=self.device)
         self.optimizer.threads = self.threads  # type: ignore[attr-defined]  # Muon divides matrices
         self._average_weight = torch.zeros((), device=self.device)
         first_scale = _FIRST_SCALE if self.precision == "float16" else 1.0
@@ -125,19 +125,11 @@ class TrainStep:
         # kind of steps → replay of their graph, or the step itself if it can't be captured
         self._graphs: dict[Hashable, RunStep] = {}
 
-    def _use_own_rates(self) -> None:
-        for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
-            group["lr"] = rate
-
     @property
     def learning_rate(self) -> float:
         """Learning rate that the first parameter group uses in the next step."""
-        return self._full_rates[0] * self.lr_factor(self.num_steps * self.pace)
-
-    @property
-    def averaged_model(self) -> nn.Module:
-        """The model to evaluate: the average of the weights, or the model itself without one."""
-        return self.module if self.average is None else self.average
+        full_rate: float = self.optimizer.param_groups[0]["initial_lr"]
+        return full_rate * self.lr_factor(self.num_steps * self.pace)
 
     def __call__(self, images: Float[Tensor, "B 3 H W"], targets: Tensor) -> StepResult:
         """Update the weights by the batch of this process. See `StepLoss` for the targets."""
@@ -152,8 +144,8 @@ class TrainStep:
         device. The average's decay rises from 0.1 to `ema_decay` as (2 + step) / (11 + step), so
         that the first weights are soon forgotten."""
         lr_factor = self.lr_factor(self.num_steps * self.pace)
-        for rate, full_rate in zip(self._rates, self._full_rates, strict=True):
-            rate.fill_(full_rate * lr_factor)
+        for group in self.optimizer.param_groups:
+            group["lr"].fill_(group["initial_lr"] * lr_factor)
         rising_decay = (2 + self.num_steps) / (11 + self.num_steps)
         self._average_weight.fill_(1 - min(self.ema_decay or 0, rising_decay))
 
@@ -223,7 +215,7 @@ class TrainStep:
             num_parts = -(-num_parts // self.threads.count) * self.threads.count
         parts = list(zip(images.chunk(num_parts), targets.chunk(num_parts), strict=True))
 
-        def differentiate(part: _Part) -> _Derivative:
+        def differentiate(part: tuple[Tensor, Tensor]) -> _Derivative:
             # Processes exchange their gradients with the last part.
             is_last = part is parts[-1]
             with nullcontext() if is_last or not self._parallel else self._parallel.no_sync():
@@ -286,7 +278,7 @@ class TrainStep:
             torch._amp_update_scale_(
                 self.loss_scale, self._steps_at_scale, found_inf, 2.0, 0.5, _STEPS_TO_DOUBLE
             )
-        if self.average is not None:
+        if self.ema_decay:
             # average ← d · average + (1 − d) · weights, in a few operations for all tensors
             # together; a loop would start three kernels for each
             change = torch._foreach_sub(self._values, self._average_values)
@@ -315,8 +307,7 @@ class TrainStep:
         # The settings of the groups are the run's own.
         own = self.optimizer.state_dict()
         self.optimizer.load_state_dict({**own, "state": state["optimizer"]["state"]})
-        self._use_own_rates()
-        # The optimizer's state has moved.
+        # The optimizer's state and rates have moved.
         self._num_steps_of_kind.clear()
         self._graphs.clear()
         self.num_steps = state["num_steps"]
@@ -365,8 +356,3 @@ def capture_step(run: RunStep, optimizer: Optimizer, images: Tensor, targets: Te
         return StepResult(*(value.clone() for value in result))
 
     return replay
-
-
-def _floating_values(model: nn.Module) -> list[Tensor]:
-    """Return weights and buffers, without counters."""
-    return [value for value in model.state_dict().values() if value.is_floating_point()]

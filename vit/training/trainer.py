@@ -10,28 +10,32 @@ in any order.
 import contextlib
 import copy
 import dataclasses
+import io
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from vit.config import list_overrides, values_to_save
 from vit.data.loader import Batch, TrainLoader
 from vit.data.random import seed_step
 from vit.runtime.processes import current_process
 from vit.training.background_writer import BackgroundWriter
-from vit.training.checkpoint import CheckpointStore, serialize_state
+from vit.training.checkpoint import CheckpointStore
 from vit.training.data import TrainingData
-from vit.training.identity import check_same_run
+from vit.training.identity import check_same_run, compute_run_id
 from vit.training.metrics_file import METRICS_FILE, append_metrics
+from vit.training.model_writer import write_bundle
 from vit.training.observers import LOG_EVERY_STEPS, Observer
 from vit.training.plan import Progress, TrainingPlan
+from vit.training.probe import uses_probe
 from vit.training.signals import TrainingInterrupted, stop_on_signals
 from vit.training.train_step import StepResult, TrainStep
 from vit.training.validation import list_measures, validate
@@ -43,13 +47,11 @@ _MIN_LENGTH_CHANGE = 0.05
 
 @dataclass(kw_only=True, eq=False)
 class Trainer:
-    """Runs a plan.
+    """Runs a plan, and writes metrics, checkpoints and the best model into the run's directory.
 
     Args:
-        write_model: Keeps a model, the best so far, and its step.
         observers: In the main process only.
         identity: See `identify_run`.
-        keeps_first_model: The model before the training, a probe, is the first best model.
         seconds_before: Seconds of `train.max_minutes` that passed before the training.
     """
 
@@ -57,17 +59,23 @@ class Trainer:
     plan: TrainingPlan
     train_batches: TrainLoader
     data: TrainingData
-    checkpoints: CheckpointStore
-    write_model: Callable[[nn.Module, int], None]
+    directory: Path
     observers: list[Observer]
     identity: dict[str, Any]
-    writer: BackgroundWriter
-    keeps_first_model: bool = False
     seconds_before: float = 0.0
 
     def __post_init__(self) -> None:
         self.process = current_process()
         self.progress = Progress()
+        self.writer = BackgroundWriter()
+        self._checkpoints = CheckpointStore(self.directory / "checkpoints")
+        self._write_model = partial(
+            write_bundle,
+            directory=self.directory,
+            data=self.data,
+            run_id=compute_run_id(self.identity),
+            writer=self.writer,
+        )
         # `plan` changes if the time is too short for the full plan.
         self._full_plan = self.plan
         self._started_at = 0.0
@@ -100,7 +108,7 @@ class Trainer:
                     total_steps=self.plan.total_steps,
                     settings=list_overrides(values_to_save(self.data.config)),
                 )
-                if self.keeps_first_model and not progress.has_model:
+                if uses_probe(self.data.config) and not progress.has_model:
                     self._keep_first_model()
                 self._speed_start = (time.perf_counter(), progress.step)
                 # A run that was stopped after its last step has an epoch to finish.
@@ -140,7 +148,7 @@ class Trainer:
             # with a loss that label smoothing has raised, the two can't be told apart.
             best = best | {"loss": math.inf}
         self.progress.record_best(best, select_by=self.plan.settings.select_by)
-        self.write_model(model, self.progress.step)
+        self._write_model(model, self.progress.step)
         self._save()
 
     def _train_epoch(self) -> bool:
@@ -263,10 +271,10 @@ class Trainer:
         }
         if self.process.is_main:
             # A copy, because observers get the same dictionary.
-            path = self.checkpoints.directory.parent / METRICS_FILE
+            path = self.directory / METRICS_FILE
             self.writer.submit(partial(append_metrics, path, dict(metrics)))
         if is_due and progress.record_best(measures, select_by=settings.select_by):
-            self.write_model(model, progress.step)
+            self._write_model(model, progress.step)
         self._notify("on_epoch", metrics, model)
         progress.start_epoch()
         if is_due or self._is_checkpoint_due():
@@ -286,16 +294,16 @@ class Trainer:
         # At most one unwritten checkpoint is in memory, and a crash loses only its steps.
         if self._saving is not None:
             self._saving.result()
-        content = serialize_state(
-            {
-                "progress": vars(progress),
-                "state": self.train_step.state_dict(),
-                "identity": self.identity,
-            }
-        )
-        save = partial(
-            self.checkpoints.save, content, step=progress.step, best_step=progress.best_step
-        )
+        state = {
+            "progress": vars(progress),
+            "state": self.train_step.state_dict(),
+            "identity": self.identity,
+        }
+        # in the host's memory, where later steps don't change it
+        content = io.BytesIO()
+        torch.save(state, content)
+        steps = {"step": progress.step, "best_step": progress.best_step}
+        save = partial(self._checkpoints.save, content.getbuffer(), **steps)
         self._saving = self.writer.submit(save)
         self._saved_step = progress.step
 
@@ -318,7 +326,7 @@ class Trainer:
         if self.progress.has_model and best is not None:
             model = copy.deepcopy(self.train_step.averaged_model).eval()
             model.load_state_dict(best["state"]["average"])
-            self.write_model(model, self.progress.best_step)
+            self._write_model(model, self.progress.best_step)
             # An error before the first step must not leave a thread that writes.
             self.writer.wait()
         return True
@@ -327,7 +335,7 @@ class Trainer:
         """Load a checkpoint in the main process, and return it in all processes."""
         values = None
         if self.process.is_main:
-            values = self.checkpoints.load(step)
+            values = self._checkpoints.load(step)
         return self.process.broadcast(values)
 
     def _report(self, result: StepResult) -> None:
@@ -388,13 +396,12 @@ class Trainer:
         self._save()
         self._wait_for_files()
         step = self.progress.step
-        directory = self.checkpoints.directory.parent
-        text = f"stopped after step {step}; continue with --resume --output {directory}"
+        text = f"stopped after step {step}; continue with --resume --output {self.directory}"
         if self.process.any_rank(self._signalled):
             raise TrainingInterrupted(text)
         if not self.progress.has_model:  # the result needs a model
             self.progress.best_step = step
-            self.write_model(self.train_step.averaged_model.eval(), step)
+            self._write_model(self.train_step.averaged_model.eval(), step)
         self._notify("on_message", text)
         return True
 
