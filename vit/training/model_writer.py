@@ -25,12 +25,11 @@ def write_bundle(
     writer: BackgroundWriter,
 ) -> None:
     """Write a model, the best so far, of this step, into the directory of its run: a file that
-    needs nothing else. All processes call it, and the main process writes."""
-    state = model.state_dict()
+    needs nothing else. Only the main process writes."""
     if not current_process().is_main:
         return
     # On a CPU the model's own tensors would be changed by the next step.
-    weights = {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.items()}
+    weights = {name: value.to("cpu", copy=True) for name, value in model.state_dict().items()}
     config = values_to_save(data.config)
     # The values themselves: the files that they are from may change.
     config["data"]["class_names"] = dict(data.splits.renamed_classes) or None
@@ -44,7 +43,6 @@ def write_bundle(
             dataset.split: {"num_images": len(dataset), "fingerprint": dataset.fingerprint}
             for dataset in datasets
         },
-        "unreadable": sum(len(dataset.unreadable) for dataset in datasets),
         # so that no later command draws a split again
         "held_out": data.splits.list_held_out(),
         "num_trained_on": len(data.splits.split("train")),

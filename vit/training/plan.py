@@ -107,11 +107,11 @@ class Progress:
         self.epoch_seconds = 0.0
         self.epoch_sums.zero_()
 
-    def record_best(self, measures: dict[str, float] | None, *, select_by: str) -> bool:
+    def record_best(self, measures: dict[str, float], *, select_by: str) -> bool:
         """Record the measures of a step if they are the best by `select_by`, and return whether
         they are. The smaller loss breaks ties. Without validation images the last step is the
         best."""
-        if measures is not None:
+        if measures:
             new, old = (
                 (values.get(select_by, -1.0), -values.get("loss", math.inf))
                 for values in (measures, self.best)

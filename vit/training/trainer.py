@@ -102,12 +102,9 @@ class Trainer:
         self._started_at = time.perf_counter() - progress.elapsed_seconds
         with stop_on_signals(self._stop_on_signal):
             try:
-                self._notify(
-                    "on_start",
-                    step=progress.step,
-                    total_steps=self.plan.total_steps,
-                    settings=list_overrides(values_to_save(self.data.config)),
-                )
+                settings = list_overrides(values_to_save(self.data.config))
+                length = {"step": progress.step, "total_steps": self.plan.total_steps}
+                self._notify("on_start", **length, settings=settings)
                 if uses_probe(self.data.config) and not progress.has_model:
                     self._keep_first_model()
                 self._speed_start = (time.perf_counter(), progress.step)
@@ -141,12 +138,12 @@ class Trainer:
         """Validate and write the model before the first step."""
         model = self.train_step.averaged_model.eval()
         best = validate(self.data, model, self.train_step.device)
-        if best is not None:
+        if best:
             measures = ", ".join(f"{name} {value:.3f}" for name, value in best.items())
             self._notify("on_message", f"linear probe: {measures} on the validation images")
             # If a trained model is equally accurate it replaces the probe: with few images, and
             # with a loss that label smoothing has raised, the two can't be told apart.
-            best = best | {"loss": math.inf}
+            best["loss"] = math.inf
         self.progress.record_best(best, select_by=self.plan.settings.select_by)
         self._write_model(model, self.progress.step)
         self._save()
@@ -252,20 +249,19 @@ class Trainer:
         self._check_finite()
         is_due = self._is_done() or (progress.epoch + 1) % settings.evaluate_every_epochs == 0
         model = self.train_step.averaged_model.eval()
-        measures = None
+        measures: dict[str, float] = {}
         if is_due:
             measures = validate(self.data, model, self.train_step.device)
 
         progress.elapsed_seconds = time.perf_counter() - self._started_at
         loss_sum, num_correct = progress.epoch_sums.tolist()
         num_images = progress.step_in_epoch * self.plan.batch_size
-        known = measures or {}
         metrics = {
             "epoch": progress.epoch + 1,
             "step": progress.step,
             "train_loss": loss_sum / progress.step_in_epoch,
             f"train_{self._accuracy}": num_correct / num_images,
-            **{f"val_{name}": known.get(name) for name in ("loss", *list_measures(self.data))},
+            **{f"val_{name}": measures.get(name) for name in ("loss", *list_measures(self.data))},
             **self._measure_speed(),
             "elapsed_seconds": progress.elapsed_seconds,
         }

@@ -34,17 +34,16 @@ def predict_validation(data: TrainingData, model: nn.Module, device: torch.devic
 
 
 def list_measures(data: TrainingData) -> tuple[str, ...]:
-    """Return the names of what is measured beside the loss; first the fraction of images that are
-    right."""
+    """Return the names of the measures but the loss; first the fraction of images that are right."""
     if data.train.is_multilabel:
         return ("exact_match", "macro_f1", "map")
     return ("top1", "macro_f1")
 
 
-def validate(data: TrainingData, model: nn.Module, device: torch.device) -> dict[str, float] | None:
-    """Measure a model on the validation images; None without any. All processes call it."""
+def validate(data: TrainingData, model: nn.Module, device: torch.device) -> dict[str, float]:
+    """Measure a model on the validation images. Without any, there are no measures."""
     if data.validation is None:
-        return None
+        return {}
     scores = score_logits(predict_validation(data, model, device), data.validation.labels)
     metrics = compute_metrics(scores)
     return {name: metrics[name] for name in ("loss", *list_measures(data))}
