@@ -63,21 +63,21 @@ def whole(make_run: MakeRun, tmp_path_factory: pytest.TempPathFactory) -> tuple[
     return folder / "run", overrides
 
 
-@pytest.mark.parametrize("step", [1, 4, 8, 13])
-def test_a_run_killed_at_any_step_ends_as_if_it_were_not(
+def test_a_run_killed_again_and_again_ends_as_if_it_were_not(
     make_run: MakeRun,
     whole: tuple[Path, list[str]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    step: int,
 ) -> None:
     directory, overrides = whole
-    run_until(make_run(tmp_path / "killed", *overrides), step)
-    monkeypatch.setenv("VIT_CACHE", str(tmp_path / "new"))
-    resumed = make_run(tmp_path / "killed", *overrides)
-    assert resumed.trainer.resume() == (step > 1)
-    assert resumed.trainer.progress.step == step - 1
-    resumed.trainer.train()
+    run = make_run(tmp_path / "killed", *overrides)
+    for step in (1, 4, 8, 13):
+        run_until(run, step)
+        monkeypatch.setenv("VIT_CACHE", str(tmp_path / f"new{step}"))
+        run = make_run(tmp_path / "killed", *overrides)
+        assert run.trainer.resume() == (step > 1)
+        assert run.trainer.progress.step == step - 1
+    run.trainer.train()
     assert_equal_runs(directory, tmp_path / "killed")
     ended = [load_bundle(run) for run in (directory, tmp_path / "killed")]
     assert ended[0].metadata["run_id"] == ended[1].metadata["run_id"]

@@ -53,7 +53,7 @@ LENGTH = ["train.epochs=8", f"train.max_minutes={40 / 60}", "schedule.name=linea
     [
         # as planned, or faster: nothing changes
         ([1.0], 40),
-        ([0.5], 40),
+        pytest.param([0.5], 40, marks=pytest.mark.extended),
         # half as fast from the first step on, and from the middle on
         ([2.0], 20),
         ([1.0] * 20 + [2.0], 31),
@@ -106,22 +106,26 @@ def whole(
     return directory, flatten(run.trainer.train_step.state_dict())
 
 
-@pytest.mark.parametrize("step", [3, 5, 6, 7, 13, 19])
+@pytest.mark.parametrize(
+    "steps", [(3, 6, 13, 19), pytest.param((5, 7), marks=pytest.mark.extended)]
+)
 def test_resumed_run_has_the_length_that_was_decided(
     make_run: MakeRun,
     whole: tuple[Path, dict[str, Tensor]],
     tmp_path: Path,
     clock: Clock,
-    step: int,
+    steps: tuple[int, ...],
 ) -> None:
-    broken = make_run(tmp_path / "broken", *CHECKED)
-    slow_down(broken, clock, seconds=[2.0])
-    run_until(broken, step)
-    resumed = make_run(tmp_path / "broken", *CHECKED)
-    slow_down(resumed, clock, seconds=[2.0])
-    resumed.trainer.resume()
-    resumed.trainer.train()
+    for step in steps:
+        run = make_run(tmp_path / "broken", *CHECKED)
+        slow_down(run, clock, seconds=[2.0])
+        run.trainer.resume()
+        run_until(run, step)
+    run = make_run(tmp_path / "broken", *CHECKED)
+    slow_down(run, clock, seconds=[2.0])
+    run.trainer.resume()
+    run.trainer.train()
     directory, whole_state = whole
     assert_equal_runs(directory, tmp_path / "broken")
-    state = flatten(resumed.trainer.train_step.state_dict())
+    state = flatten(run.trainer.train_step.state_dict())
     assert all(torch.equal(whole_state[name], state[name]) for name in whole_state)

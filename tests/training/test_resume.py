@@ -40,48 +40,50 @@ def whole(
     return directory, flatten(run.trainer.train_step.state_dict())
 
 
-@pytest.mark.parametrize("step", [1, 2, 3, 5, 6, 11, 15])
-def test_resumed_run_equals_uninterrupted_run(
+@pytest.mark.parametrize(
+    "steps", [(3, 6, 11, 15), pytest.param((1, 2, 5), marks=pytest.mark.extended)]
+)
+def test_a_run_that_is_killed_again_and_again_equals_an_uninterrupted_run(
     make_run: MakeRun,
     whole: tuple[Path, dict[str, torch.Tensor]],
     tmp_path: Path,
     overrides: list[str],
-    step: int,
+    steps: tuple[int, ...],
 ) -> None:
     directory, whole_state = whole
-    broken = make_run(tmp_path / "broken", *overrides)
-    run_until(broken, step)
-    resumed = make_run(tmp_path / "broken", *overrides)
-    resumed.trainer.resume()
-    done = step - 1  # checkpoints are written every second step, and after each epoch of five
-    assert resumed.trainer.progress.step == max(done // 2 * 2, done // 5 * 5)
-    resumed.trainer.train()
+    run = make_run(tmp_path / "broken", *overrides)
+    for step in steps:
+        run_until(run, step)
+        run = make_run(tmp_path / "broken", *overrides)
+        run.trainer.resume()
+        done = step - 1  # checkpoints are written every second step, and after each epoch of five
+        assert run.trainer.progress.step == max(done // 2 * 2, done // 5 * 5)
+    run.trainer.train()
     assert_equal_runs(directory, tmp_path / "broken")
-    state = flatten(resumed.trainer.train_step.state_dict())
+    state = flatten(run.trainer.train_step.state_dict())
     assert whole_state.keys() == state.keys()
     assert all(torch.equal(whole_state[name], state[name]) for name in state)
 
 
-@pytest.mark.parametrize("step", [5, 15])
-def test_a_run_stopped_after_the_last_step_of_an_epoch_or_of_the_run_goes_on(
+def test_a_run_stopped_after_the_last_step_of_an_epoch_and_of_the_run_goes_on(
     make_run: MakeRun,
     whole: tuple[Path, dict[str, torch.Tensor]],
     tmp_path: Path,
     overrides: list[str],
-    step: int,
 ) -> None:
     class Stop(Observer):
         def on_step(self, metrics: dict[str, Any]) -> bool:
-            return bool(metrics["step"] == step)
+            return metrics["step"] in (5, 15)
 
-    stopped = make_run(tmp_path / "stopped", *overrides)
-    stopped.trainer.observers.append(Stop())
-    stopped.trainer.train()
-    assert stopped.trainer.progress.step_in_epoch == 5
-    resumed = make_run(tmp_path / "stopped", *overrides)
-    assert resumed.trainer.resume()
-    assert resumed.trainer.progress.step == step
-    resumed.trainer.train()
+    run = make_run(tmp_path / "stopped", *overrides)
+    for step in (5, 15):
+        run.trainer.observers.append(Stop())
+        run.trainer.train()
+        assert run.trainer.progress.step_in_epoch == 5
+        run = make_run(tmp_path / "stopped", *overrides)
+        assert run.trainer.resume()
+        assert run.trainer.progress.step == step
+    run.trainer.train()
     assert_equal_runs(whole[0], tmp_path / "stopped")
 
 

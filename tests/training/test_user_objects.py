@@ -164,12 +164,6 @@ def test_a_run_with_a_transform_resumes_bit_for_bit(
     stopped = vit.train(CONFIG, output=tmp_path / "run", **given, callbacks=[StopAfter(7)])
     assert (stopped.steps, whole.steps) == (7, 10)
     assert not same(stopped, whole)
-    with pytest.raises(ValueError, match=r"the argument transform is .* there, .* here"):
-        vit.train(
-            CONFIG, output=tmp_path / "run", resume=True, dataset=arrays, transform=A.VerticalFlip()
-        )
-    with pytest.raises(ValueError, match=r"the argument transform is .* there, None here"):
-        vit.train(CONFIG, output=tmp_path / "run", resume=True, dataset=arrays)
     resumed = vit.train(CONFIG, output=tmp_path / "run", resume=True, **given)
     assert same(whole, resumed)
     clocks = {"images_per_second", "elapsed_seconds"}
@@ -178,6 +172,15 @@ def test_a_run_with_a_transform_resumes_bit_for_bit(
         for run in (whole, resumed)
     ]
     assert lines[0] == lines[1]
+
+
+def test_a_run_with_another_transform_is_not_resumed(arrays: Arrays, tmp_path: Path) -> None:
+    given = {"output": tmp_path / "run", "dataset": arrays}
+    vit.train(CONFIG, **given, transform=jitter, callbacks=[StopAfter(1)])
+    with pytest.raises(ValueError, match=r"the argument transform is .* there, .* here"):
+        vit.train(CONFIG, **given, resume=True, transform=A.VerticalFlip())
+    with pytest.raises(ValueError, match=r"the argument transform is .* there, None here"):
+        vit.train(CONFIG, **given, resume=True)
 
 
 # --- model

@@ -62,9 +62,8 @@ class TrainStep:
     The check needs no answer from the device.
 
     Args:
-        model: Model to train; it may be wrapped in DistributedDataParallel.
-        optimizer: It reads `grad_scale` and `found_inf`, as torch's fused optimizers and
-            `vit.optim.muon.Muon` do.
+        model: It may be wrapped in DistributedDataParallel.
+        optimizer: It reads `grad_scale` and `found_inf`, as torch's fused optimizers do.
         lr_factor: Factor of all learning rates, from the number of a step, counted from 0.
         precision: Precision of the forward pass; weights and gradients are float32.
         clip_grad: Largest L2 norm of all gradients together.
@@ -173,8 +172,8 @@ class TrainStep:
         return self._graphs[kind]
 
     def run_on_device(self, images: Float[Tensor, "B 3 H W"], targets: Tensor) -> StepResult:
-        """Do all that a step does on the device. It reads nothing from the device and uses the same
-        memory each time, so that a CUDA graph of it can be replayed on other batches."""
+        """Do all that a step does on the device: nothing is read from there, and the memory is the
+        same each time, so that a CUDA graph can be replayed on other batches."""
         # each time, because a callback may freeze weights
         self._trainable = [weight for weight in self.module.parameters() if weight.requires_grad]
         # On a CPU the update runs on the threads that divide the batch; otherwise torch's threads

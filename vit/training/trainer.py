@@ -83,7 +83,7 @@ class Trainer:
         self._speed_start = (0.0, 0)
         self._stop_requested = False
         self._signalled = False
-        # true for each of the last steps that was finite; not read yet, because reading waits for the device
+        # Flags of the last steps that are not read yet, because reading waits for the device.
         self._unchecked: list[Tensor] = []
         # step of the last checkpoint, and a future that is done when it is on disk
         self._saved_step: int | None = None
@@ -94,9 +94,8 @@ class Trainer:
     def train(self) -> Progress:
         """Train to the end of the plan, or until an observer asks to stop.
 
-        Raises TrainingInterrupted after SIGINT or SIGTERM, when the state is saved; OSError if a
-        file can't be written; RuntimeError if a data-loading worker was killed; ValueError if a
-        loss or gradient is not finite.
+        Raises TrainingInterrupted after SIGINT or SIGTERM, RuntimeError if a data-loading worker was
+        killed, ValueError if a loss or gradient is not finite.
         """
         progress = self.progress
         self._started_at = time.perf_counter() - progress.elapsed_seconds
@@ -208,9 +207,8 @@ class Trainer:
 
     def _fit_length(self) -> None:
         """Fit the length of the run to its time at its speed so far, ten times a run and at most to
-        the full plan, and save it at once, so that a resumed run goes on with it. A plan that is
-        much too long has no tenth within its time: powers of two are due, too, once a tenth of the
-        time has passed."""
+        the full plan, and save it at once for a resumed run. A plan that is much too long has no
+        tenth within its time: powers of two are due, too, once a tenth of the time has passed."""
         full_steps = self._full_plan.total_steps
         step = self.progress.step
         started_at, start_step = self._speed_start
@@ -307,7 +305,10 @@ class Trainer:
         """Go back to the newest intact checkpoint. The model file, which may be of a later step, is
         written again from the best one. Returns False if there is no checkpoint, and raises
         ValueError if it is of another run."""
-        values = self._load_checkpoint()
+        values = None
+        if self.process.is_main:
+            values = self._checkpoints.load()
+        values = self.process.broadcast(values)
         if values is None:
             return False
         origin = f"the checkpoint of step {values['progress']['step']}"
@@ -318,21 +319,15 @@ class Trainer:
             self._set_length(self.progress.total_steps)
         self.train_step.load_state_dict(values["state"])
 
-        best = self._load_checkpoint(self.progress.best_step)
-        if self.progress.has_model and best is not None:
-            model = copy.deepcopy(self.train_step.averaged_model).eval()
-            model.load_state_dict(best["state"]["average"])
-            self._write_model(model, self.progress.best_step)
-            # An error before the first step must not leave a thread that writes.
-            self.writer.wait()
+        if self.process.is_main and self.progress.has_model:
+            best = self._checkpoints.load(self.progress.best_step)
+            if best is not None:
+                model = copy.deepcopy(self.train_step.averaged_model).eval()
+                model.load_state_dict(best["state"]["average"])
+                self._write_model(model, self.progress.best_step)
+                # An error before the first step must not leave a thread that writes.
+                self.writer.wait()
         return True
-
-    def _load_checkpoint(self, step: int | None = None) -> dict[str, Any] | None:
-        """Load a checkpoint in the main process, and return it in all processes."""
-        values = None
-        if self.process.is_main:
-            values = self._checkpoints.load(step)
-        return self.process.broadcast(values)
 
     def _report(self, result: StepResult) -> None:
         """Report a step to the observers."""
