@@ -77,8 +77,7 @@ class Muon(AdamW):
     Args:
         params: Groups of `vit.optim.optimizer.parameter_groups`.
         betas: Decay rates of AdamW.
-        dtype: Data type of Muon's products. The iteration needs no more than bfloat16, which is
-            several times faster on some hardware.
+        dtype: Data type of Muon's products. The iteration needs no more than bfloat16.
 
     Attributes:
         grad_scale: Divisor of the gradients, as in torch's fused optimizers.

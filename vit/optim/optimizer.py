@@ -28,14 +28,9 @@ def create_optimizer(
     muon_lr: float = 0.02,
     muon_dtype: torch.dtype = torch.float32,
 ) -> Optimizer:
-    """Create an optimizer for all trainable parameters of a model. See `parameter_groups`.
-
-    Args:
-        name: "muon" updates hidden matrices by Muon and the rest by AdamW. "sgd" has Nesterov
-            momentum of 0.95.
-        betas: Decay rates of AdamW.
-        muon_dtype: Data type of Muon's products.
-    """
+    """Create an optimizer for all trainable parameters of a model, see `parameter_groups`. "muon"
+    updates hidden matrices by Muon and the rest by AdamW, whose decay rates are `betas`; "sgd" has
+    Nesterov momentum of 0.95."""
     groups = parameter_groups(
         model,
         lr=lr,

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from vit.runtime.arguments import replace_control_characters
+from vit.runtime.console import echo
 from vit.runtime.numbers import format_percent
 from vit.runtime.progress import Advance, show_progress
 
@@ -94,8 +94,7 @@ class ProgressBar(Observer):
 
     def on_message(self, text: str) -> None:
         # a notebook shows standard error in red
-        file = sys.stdout if "ipykernel" in sys.modules else sys.stderr
-        print(replace_control_characters(text), file=file)
+        echo(text, err="ipykernel" not in sys.modules)
 
     def on_end(self) -> None:
         self._context.close()
