@@ -112,7 +112,9 @@ class Muon(AdamW):
 
     def _init_group(self, group: dict[str, Any], *lists: Any) -> bool:
         """Collect the parameters that AdamW updates."""
-        return not group["num_matrices"] and super()._init_group(group, *lists)
+        if group["num_matrices"]:
+            return False
+        return super()._init_group(group, *lists)  # type: ignore[no-untyped-call, no-any-return]
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
