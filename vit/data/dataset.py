@@ -136,8 +136,7 @@ class ImageDataset:
         names = [self.split, *self.class_names]
         if self.hashes is not None:
             # sorted, so that names and order of the files don't count
-            labels = self.labels if self.is_multilabel else self.labels[:, None]
-            pairs = np.concatenate([labels.astype(np.uint64), self.digests[:, None]], axis=1)
+            pairs = np.column_stack([self.labels.astype(np.uint64), self.digests])
             facts = pairs[np.lexsort(pairs.T)].astype("<u8").tobytes()
         else:
             names = ["listed", *names, *self.ids]

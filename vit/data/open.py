@@ -114,11 +114,7 @@ def open_for_model(
     because of a model file, which may be a stranger's.
     """
     # a stranger's file may name any file instead
-    mappings = {
-        key: value
-        for key in ("class_names", "corrections", "held_out")
-        if isinstance(value := recorded.get(key), Mapping)
-    }
+    mappings = {key: value for key, value in recorded.items() if isinstance(value, Mapping)}
     if data is None or _is_same(str(data), recorded):
         if "name" not in recorded:
             text = "this model doesn't say what it was trained on"

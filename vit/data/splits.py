@@ -233,7 +233,7 @@ def number_listing(listing: Listing, rule: ImageRule, *, name: str, title: str) 
         kept = choose_classes(names, rule.classes, name_classes(names, words))
     chosen = np.arange(len(splits))
     if are_sets:
-        labels = mark_labels(listing.labels, names)[:, [names.index(name) for name in kept]]
+        labels = mark_labels(listing.labels, names)[:, np.isin(names, kept)]
     else:
         place_of = {name: place for place, name in enumerate(kept)}
         labels = np.array([place_of.get(label, -1) for label in listing.labels], dtype=np.int64)
