@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from sklearn.utils.class_weight import compute_class_weight
 
-from vit.data.statistics import choose_class_balance, compute_class_ratio, compute_class_weights
+from vit.data.statistics import choose_class_balance, compute_class_weights
 
 LABELS = np.repeat([0, 1, 3], [20, 5, 1])
 
@@ -18,7 +18,6 @@ def test_weights_are_scikit_learns_balanced_ones_and_zero_for_a_class_without_im
 
 
 def test_auto_is_weights_above_five_to_one() -> None:
-    assert compute_class_ratio(LABELS) == 20
     assert choose_class_balance(LABELS, wanted="auto") == "weights"
     five = np.repeat([0, 1], [25, 5])
     assert choose_class_balance(five, wanted="auto") == "none"

@@ -135,19 +135,17 @@ def test_a_value_of_the_wrong_type_is_named(photos: Path) -> None:
         choose_config(photos, ["train.epochs=three"])
 
 
-@pytest.mark.parametrize("source", ["run", "file"])
 def test_init_fine_tunes_at_the_models_own_size(
-    cli: Launcher, photos: Path, save_model: SaveModel, tmp_path: Path, source: str
+    cli: Launcher, photos: Path, save_model: SaveModel, tmp_path: Path
 ) -> None:
     path = save_model(tmp_path / "first" / "model.safetensors")  # of 16-pixel images
-    given = path if source == "file" else path.parent
     outcome = cli.succeed(
         "train",
         photos,
         "-o",
         tmp_path / "run",
         "--init",
-        given,
+        path.parent,
         "train.epochs=1",
         "train.device=cpu",
     )

@@ -27,7 +27,7 @@ def run(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The fold that left out each image, and which images are right."""
     folds, logits = predict_by_other_folds(
-        features, labels, num_classes=2, groups=groups, num_folds=5
+        features, labels, num_classes=2, groups=groups, num_folds=3
     )
     return folds, logits.argmax(axis=1) == labels
 
@@ -37,7 +37,7 @@ def test_every_image_is_predicted_once_and_what_can_be_learnt_is() -> None:
     labels = np.arange(100) % 2
     centres = rng.normal(size=(2, 8))
     folds, right = run(make_features(centres[labels] + 0.5 * rng.normal(size=(100, 8))), labels)
-    assert np.bincount(folds).tolist() == [20] * 5
+    assert np.bincount(folds).tolist() == [34, 33, 33]
     assert right.mean() > 0.9
 
 
@@ -65,7 +65,7 @@ def test_labels_are_predicted_by_probes_of_the_other_folds() -> None:
 
     def measure(groups: list[str] | None) -> float:
         _, logits = predict_by_other_folds(
-            features, marks, num_classes=3, groups=groups, num_folds=5
+            features, marks, num_classes=3, groups=groups, num_folds=3
         )
         return float(average_precision_score(marks, logits))
 

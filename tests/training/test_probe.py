@@ -14,13 +14,14 @@ from sklearn.preprocessing import StandardScaler
 import vit
 from tests.conftest import BuildOnce, Launcher, SaveModel
 from vit.bundle import load_bundle
+from vit.config import Config
 from vit.data.cache import decode_dataset
 from vit.data.dataset import ImageRule
 from vit.data.open import open_dataset
 from vit.data.preprocess import Preprocess
 from vit.model.model_file import read_model_file, write_model_file
 from vit.prediction.predictor import BatchPredictor, compute_features
-from vit.training import automatic
+from vit.training.automatic import choose_config
 from vit.training.folds import assign_folds
 from vit.training.linear_probe import fit_probe
 from vit.training.trainer import Trainer
@@ -98,18 +99,22 @@ def test_the_model_file_gives_scikit_learns_probabilities(weights: Path, probe_a
     assert (logits.argmax(axis=1) == test.labels).mean() > 0.7
 
 
+@pytest.mark.extended
 def test_the_probe_is_a_model_like_any_other(
     cli: Launcher, probe_alone: Path, tmp_path: Path
 ) -> None:
-    assert not (probe_alone / "metrics.jsonl").exists()
     cli.succeed("evaluate", probe_alone, "-o", tmp_path / "evaluation", "--device", "cpu")
-    curve = json.loads((probe_alone / "learning_curve.json").read_text())
-    assert curve["forecast"]["num_images"] == 774
     cli.succeed(
         "explain", probe_alone, "-o", tmp_path / "maps", "--num-images", "2", "--device", "cpu"
     )
     cli.succeed("export", probe_alone, "--format", "huggingface", "-o", tmp_path / "export")
     assert (tmp_path / "export" / "config.json").is_file()
+
+
+def test_a_resumed_probe_gives_the_same_file(cli: Launcher, probe_alone: Path) -> None:
+    assert not (probe_alone / "metrics.jsonl").exists()
+    curve = json.loads((probe_alone / "learning_curve.json").read_text())
+    assert curve["forecast"]["num_images"] == 774
     model_file = (probe_alone / "model.safetensors").read_bytes()
     resumed = cli.succeed("train", "-o", probe_alone, "--resume")
     assert "resuming after step 0 of 0" in resumed.text
@@ -117,21 +122,27 @@ def test_the_probe_is_a_model_like_any_other(
     assert (probe_alone / "model.safetensors").read_bytes() == model_file
 
 
-def test_fine_tuning_goes_on_from_it_and_never_ends_below(
+@pytest.mark.extended
+def test_fine_tuning_goes_on_from_it(
     cli: Launcher, weights: Path, probe_alone: Path, tmp_path: Path
 ) -> None:
     start = ["train", "folder/finetune", "data.name=digits", *SHORT, *FINE_TUNED, "--init", weights]
-    better = tmp_path / "better"
-    outcome = cli.succeed(*start, "-o", better)
+    outcome = cli.succeed(*start, "-o", tmp_path / "better")
     assert "linear probe: " in outcome.text
-    # at such a rate each step spoils the model
+    assert read_top1(tmp_path / "better") >= read_top1(probe_alone)
+
+
+def test_fine_tuning_never_ends_below_it(
+    cli: Launcher, weights: Path, probe_alone: Path, tmp_path: Path
+) -> None:
+    start = ["train", "folder/finetune", "data.name=digits", *SHORT, *FINE_TUNED, "--init", weights]
     spoilt = tmp_path / "spoilt"
+    # at such a rate each step spoils the model
     cli.succeed(*start, "optimizer.lr=10", "schedule.warmup_epochs=0", "-o", spoilt)
 
     probe = load_bundle(probe_alone).model.state_dict()
     kept = load_bundle(spoilt).model.state_dict()
     assert all(torch.equal(probe[name], kept[name]) for name in probe)
-    assert read_top1(better) >= read_top1(probe_alone)
     assert load_bundle(spoilt).metadata["run_id"] != load_bundle(probe_alone).metadata["run_id"]
 
 
@@ -166,22 +177,23 @@ def test_a_resumed_run_ends_with_the_same_bytes(
 def test_fewer_than_20_validation_images_choose_no_fine_tuned_model(
     weights: Path,
 ) -> None:
-    def choose(*overrides: str) -> automatic.Choice:
+    def choose(*overrides: str) -> tuple[Config, dict[str, str]]:
         given = ["data.classes=[0,1,2]", f"model.init={weights}", "train.device=cpu", *overrides]
-        return automatic.choose_config("digits", given)
+        config, reasons, _ = choose_config("digits", given)
+        return config, reasons
 
     # of 430 images
-    choice = choose("data.validation_fraction=0.04")
-    assert choice.config.model.freeze == "backbone"
-    assert "validation images can't tell" in choice.reasons["length"]
+    config, reasons = choose("data.validation_fraction=0.04")
+    assert config.model.freeze == "backbone"
+    assert "validation images can't tell" in reasons["length"]
     for enough in ("data.validation_fraction=0.05", "data.validation_fraction=0"):
-        assert choose(enough).config.model.freeze == "none"
+        assert choose(enough)[0].model.freeze == "none"
     # who says how long, or which blocks, wants it
-    choice = choose("data.validation_fraction=0.04", "train.epochs=3")
-    assert choice.config.model.freeze == "none"
-    choice = choose("data.validation_fraction=0.04", "model.freeze=1")
-    assert choice.config.model.freeze == 1
-    assert choice.config.train.max_minutes is not None
+    config, _ = choose("data.validation_fraction=0.04", "train.epochs=3")
+    assert config.model.freeze == "none"
+    config, _ = choose("data.validation_fraction=0.04", "model.freeze=1")
+    assert config.model.freeze == 1
+    assert config.train.max_minutes is not None
 
 
 @pytest.mark.extended

@@ -156,10 +156,17 @@ class StopAfter(vit.Observer):
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
-def test_a_run_with_a_transform_resumes_bit_for_bit(
-    arrays: Arrays, tmp_path: Path, name: str
-) -> None:
-    given = {"dataset": arrays, "transform": TRANSFORMS[name]}
+def test_each_kind_of_transform_gives_the_same_batches_again(arrays: Arrays, name: str) -> None:
+    transform = TRANSFORMS[name]
+    whole = batches(arrays, transform, "data.workers=0", epoch=1)
+    assert torch.equal(
+        batches(arrays, transform, "data.workers=0", epoch=1, start_step=2), whole[32:]
+    )
+    assert not torch.equal(batches(arrays, transform, "data.workers=0", epoch=2), whole)
+
+
+def test_a_run_with_a_transform_resumes_bit_for_bit(arrays: Arrays, tmp_path: Path) -> None:
+    given = {"dataset": arrays, "transform": jitter}
     whole = vit.train(CONFIG, output=tmp_path / "whole", **given)
     stopped = vit.train(CONFIG, output=tmp_path / "run", **given, callbacks=[StopAfter(7)])
     assert (stopped.steps, whole.steps) == (7, 10)

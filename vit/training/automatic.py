@@ -8,7 +8,7 @@ when its minutes do (train.max_minutes).
 
 import math
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from vit.config import Config, Overrides, list_overrides, load_config
 from vit.data.open import find_kind
@@ -45,17 +45,11 @@ _MIN_VALIDATION_IMAGES = 20
 _IMAGES_AN_EVALUATION = 100
 
 
-class Choice(NamedTuple):
-    """A configuration that was chosen for images, reasons of its values by name, and the images."""
-
-    config: Config
-    reasons: dict[str, str]
-    splits: DatasetSplits
-
-
-def choose_config(data: str | Path, overrides: Overrides = ()) -> Choice:
+def choose_config(
+    data: str | Path, overrides: Overrides = ()
+) -> tuple[Config, dict[str, str], DatasetSplits]:
     """Choose a configuration for the images of a data set's name, a folder, a table or shards, with
-    the changes of the user."""
+    the changes of the user. Returns it, reasons of its values by name, and the images."""
     given = list_overrides(overrides)
     kind = find_kind(data)
     chosen: Values = {"data.name": kind}
@@ -101,15 +95,11 @@ def choose_config(data: str | Path, overrides: Overrides = ()) -> Choice:
         chosen |= _fit_images(recipe, given, num_images, min(side, largest), device)
         if name == "imagenette/cpu" and num_images < 2 * _ENOUGH_PHOTOS:
             chosen["model.drop_path_rate"] = 0.1  # the recipe has more images
-        if name == "folder/small":
-            # 84.7 and 82.4 % on unseen images of two sets of 4 × 200 photos, where the recipe alone
-            # gave 82.4 and 81.1 %
-            chosen |= {"augment.cutmix": 1.0, "optimizer.weight_decay": 0.1}
-            if num_images < _ENOUGH_PHOTOS:
-                reasons["weights"] = (
-                    "random; so few photos are mostly classified better from pretrained ones, such"
-                    " as --init timm:vit_small_patch16_224"
-                )
+        if name == "folder/small" and num_images < _ENOUGH_PHOTOS:
+            reasons["weights"] = (
+                "random; so few photos are mostly classified better from pretrained ones, such as"
+                " --init timm:vit_small_patch16_224"
+            )
     reasons["recipe"] = f"{name}; set augment.flip=none where left and right matter, as in letters"
     # The user's own length holds.
     if not given.keys() & {"train.epochs", "train.max_steps"}:
@@ -119,7 +109,7 @@ def choose_config(data: str | Path, overrides: Overrides = ()) -> Choice:
         reasons["time"] = f"at most {minutes:g} minutes (--minutes) on this {device.upper()}"
     if "data.image_size" not in given:
         reasons["image size"] = f"{config.data.image_size or 'auto'} ({reason})"
-    return Choice(config, reasons, splits)
+    return config, reasons, splits
 
 
 def _choose_recipe(

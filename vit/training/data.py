@@ -56,12 +56,11 @@ def build_dataset(
     config: Config, *, user_dataset: Any = None, class_names: Sequence[str] | None = None
 ) -> DatasetSplits:
     """Find the images of a run, without decoding any: those that the section `data` names, or
-    `user_dataset` and `class_names` of `vit.train`."""
+    `dataset` of `vit.train`."""
     data = config.data
     rule = ImageRule(**{field.name: getattr(data, field.name) for field in fields(ImageRule)})
     if user_dataset is not None:
-        # They have no test split. They can be evaluated on other images, or on those that are held
-        # out for validation.
+        # They have no test split: they are evaluated on those held out for validation, or others.
         rule = replace(rule, test_fraction=0.0, group_by=None, group_duplicates=False)
         return open_passed(user_dataset, class_names, rule=rule)
     splits = open_dataset(data.name, root=data.root, rule=rule)
@@ -81,12 +80,8 @@ def build_data(
 ) -> TrainingData:
     """List the training and validation images, and decode them where they fit into the memory of
     the host or of a device, together with the images of a test split that is drawn among them.
-
-    Args:
-        config: Its values come before `pretrained`, the preprocessing of weights, and that
-            before measured values.
-        has_transform: Training images pass a function of the user, which needs them in full size.
-    """
+    The configuration's values come before those of `pretrained`, the preprocessing of weights, and
+    these before measured ones."""
     data = config.data
     train = splits.split("train")
     if data.task == "multilabel" and not train.is_multilabel:
@@ -112,10 +107,10 @@ def build_data(
     pipeline = data.pipeline
     if pipeline == "auto":
         pipeline = "workers"  # which give a transform its images in full size
+        if not has_transform and fits_in_memory(num_bytes, torch.device("cpu")):
+            pipeline = "cached"
         if not has_transform and fits_in_memory(num_bytes, device):
             pipeline = "resident"
-        elif not has_transform and fits_in_memory(num_bytes, torch.device("cpu")):
-            pipeline = "cached"
         # The main process decides for all; the free memory of their devices differs.
         pipeline = current_process().broadcast(pipeline)
 
@@ -172,8 +167,7 @@ def build_train_loader(
                 " use workers"
             )
         # It is refused now rather than in a worker.
-        sample = next(_read_sample(train))
-        apply_transform(transform, data.preprocess.to_rgb(sample), seed=0)
+        apply_transform(transform, data.preprocess.to_rgb(next(_read_sample(train))), seed=0)
 
     # If there are fewer images than a batch, take as many as divide into pairs for each process.
     process = current_process()

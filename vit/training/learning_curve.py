@@ -36,10 +36,9 @@ def measure_learning_curve(
 ) -> dict[str, Any] | None:
     """Fit a probe again on parts of its images, and measure it on images that were left out.
 
-    Returns:
-        The content of `learning_curve.json`: numbers of images with accuracies from 0 to 1, the
-        forecast for twice as many with its 95 % interval, and a sentence. None if there are too few
-        images for a forecast, or so many that it would take too long.
+    Returns the content of `learning_curve.json`: numbers of images with accuracies from 0 to 1, the
+    forecast for twice as many with its 95 % interval, and a sentence. None if there are too few
+    images for a forecast, or so many that it would take too long.
     """
     # These take a second to import.
     from scipy.optimize import curve_fit
@@ -100,7 +99,6 @@ def measure_learning_curve(
     variance = np.var(reached, axis=0, ddof=1)[1] / num_folds + best * (1 - best) / count
     low, high = (float(np.clip(twice + z * variance**0.5, 0, 1)) for z in (-1.96, 1.96))
     return {
-        "schema_version": 4,
         "num_images": sizes.tolist(),
         "top1": scores.mean(axis=1).tolist(),
         "forecast": {"num_images": 2 * count, "top1": twice, "interval": [low, high]},

@@ -7,16 +7,12 @@ from vit.config import Config
 from vit.data.preprocess import Preprocess
 from vit.data.sources.python_objects import FROM_PYTHON
 from vit.model.vision_transformer import VisionTransformer
-from vit.runtime.arguments import as_pair, first_line, resolve_image_sizes
+from vit.runtime.arguments import as_pair, first_line
 
 
 def build_model(config: Config, *, num_classes: int) -> tuple[VisionTransformer, Preprocess | None]:
     """Build the model of a run on the CPU, with random weights by `train.seed` or those of
-    `model.init`.
-
-    Returns:
-        The model, and the preprocessing that loaded weights were trained with; None without any.
-    """
+    `model.init`. Returns it and the preprocessing that loaded weights were trained with."""
     torch.manual_seed(config.train.seed)
     preprocess = None
     if config.model.init is not None:
@@ -50,11 +46,8 @@ def _load_model(
         held = model.architecture.get(key, value)
         if value != held:
             raise ValueError(f"model.{key} {value}: the weights of --init have {held}")
-    patch_size = model.patch_embed.patch_size
-    image_size = config.data.image_size or model.patch_embed.img_size
-    # the size is one of whole patches
-    resolve_image_sizes(config.train.image_sizes, image_size=image_size, patch_size=patch_size)
-    model.set_input_size(image_size)
+    if config.data.image_size is not None:
+        model.set_input_size(config.data.image_size)
     return model, Preprocess.from_dict(values) if values else None
 
 

@@ -37,12 +37,11 @@ def complete_model_file(run: Run, directory: Path) -> None:
     # A copy of the run's own module takes the best weights, so that none is built again.
     module = copy.deepcopy(trainer.train_step.module)
     bundle = load_bundle(path, model=module, device=trainer.train_step.device)
-    conformal: dict[str, Any] = {"num_images": 0, "thresholds": {}}
+    validation = run.data.validation
+    conformal: dict[str, Any] = {"num_images": len(validation or ()), "thresholds": {}}
     metadata = {**content.metadata, "conformal": conformal}
     likeness = content.likeness
-    validation = run.data.validation
     if validation is not None:
-        conformal["num_images"] = len(validation)
         logits = predict_validation(run.data, bundle.model, trainer.train_step.device)
         if len(logits) >= MIN_IMAGES and np.isfinite(logits).all():
             metadata["temperature"] = fit_temperature(logits, validation.labels)

@@ -4,18 +4,17 @@ import math
 
 import torch
 
-from vit.data.statistics import MAX_RATIO, compute_class_ratio
 from vit.runtime.console import build_console, build_table
 from vit.runtime.device import describe_device
 from vit.training.run import Run
 
 
 def print_plan(run: Run, choices: dict[str, str], *, resumed: bool) -> None:
-    """Show what a run will do, its unreadable images and its warnings on standard error; no
-    warnings of a run that is `resumed`. `choices` are the reasons of what was chosen, by name."""
+    """Show what a run will do, its unreadable images and the notes on its images on standard error;
+    no notes of a run that is `resumed`. `choices` are the reasons of what was chosen, by name."""
     console = build_console(stderr=True)
     rows = {"output": str(run.trainer.directory)}
-    rows |= summarize_run(run) | choices
+    rows |= _summarize_run(run) | choices
     console.print(build_table(rows.items(), num_text_columns=2))
     train = run.data.train
     for dataset in filter(None, (train, run.data.validation)):
@@ -25,19 +24,11 @@ def print_plan(run: Run, choices: dict[str, str], *, resumed: bool) -> None:
         step = run.trainer.progress.step
         console.print(f"resuming after step {step} of {run.trainer.plan.total_steps}")
         return
-    warnings = list(train.notes)
-    if compute_class_ratio(train.labels) > MAX_RATIO and run.data.class_balance == "none":
-        counts, names = train.class_counts, train.class_names
-        warnings.append(
-            f"{train.class_word} of more than {MAX_RATIO}:1: {names[counts.argmax()]} has"
-            f" {counts.max():,} training images and {names[counts.argmin()]} has"
-            f" {counts.min():,}; train.class_balance=auto balances them"
-        )
-    for sentence in warnings:
+    for sentence in train.notes:
         console.print(f"warning: {sentence}", style="yellow", soft_wrap=True)
 
 
-def summarize_run(run: Run) -> dict[str, str]:
+def _summarize_run(run: Run) -> dict[str, str]:
     """Describe the run's images, model, device and length, as text by name."""
     plan = run.trainer.plan
     step = run.trainer.train_step
@@ -55,17 +46,17 @@ def summarize_run(run: Run) -> dict[str, str]:
             f" {plan.total_steps:,} steps in all"
         )
     num_parameters = sum(parameter.numel() for parameter in step.module.parameters())
-    device = f"{describe_device(step.device)}, {torch.get_num_threads()} threads, {step.precision}"
     facts = {
         "data": f"{data.splits.title}: {images}; {classes}",
         "read as": "; ".join(data.splits.read),
         "splits": "; ".join(data.splits.describe_splits()),
         "model": f"{num_parameters:,} parameters",
-        "device": device,
+        "device": (
+            f"{describe_device(step.device)}, {torch.get_num_threads()} threads, {step.precision}"
+        ),
         "run": length,
+        "class balance": data.class_balance,
     }
-    if data.class_balance != "none":
-        facts["class balance"] = data.class_balance
     if run.probe is not None:
         facts["probe"] = run.probe.description
         if run.probe.curve is not None:

@@ -29,18 +29,16 @@ def names_images(source: ConfigLike | None) -> bool:
 
 
 def find_recipe(name: str | Path) -> Path:
-    """Return the configuration file `name`, or the packaged recipe of that name, such as
-    "cifar10/cpu". Raises FileNotFoundError, which lists the recipes, if there is neither."""
-    # A path comes before a recipe of the same name.
+    """Return the YAML file `name`, or the packaged recipe of that name, such as "cifar10/cpu".
+    Raises FileNotFoundError, which lists the recipes, if there is neither."""
     path = Path(name)
-    if path.suffix in (".yaml", ".yml") or (path.is_file() and path.suffix in ("", ".json")):
+    if path.suffix in (".yaml", ".yml"):
         return path
     recipe = _recipe_folder() / f"{name}.yaml"
     if not recipe.is_file():
-        known = list_recipes()
-        hint = f"; packaged recipes: {', '.join(known)}"
+        hint = f"; packaged recipes: {', '.join(list_recipes())}"
         if not path.exists():
-            hint = suggest(name) or suggest(name, known) + hint
+            hint = suggest(name, list_recipes()) + hint
         raise FileNotFoundError(
             f"{name} is no configuration (.yaml), table (.csv) or folder of images{hint}"
         )
@@ -52,11 +50,9 @@ def list_recipes() -> dict[str, str]:
     folder = _recipe_folder()
     recipes = {}
     for path in sorted(folder.rglob("*.yaml")):
-        lines = read_text(path).splitlines()
-        comment = " ".join(line[2:] for line in lines if line.startswith("# "))
-        recipes[path.relative_to(folder).with_suffix("").as_posix()] = re.split(r"[.:] ", comment)[
-            0
-        ]
+        name = path.relative_to(folder).with_suffix("").as_posix()
+        comment = " ".join(re.findall("^# (.*)", read_text(path), flags=re.MULTILINE))
+        recipes[name] = re.split(r"[.:] ", comment)[0]
     return recipes
 
 
