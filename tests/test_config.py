@@ -11,7 +11,8 @@ from vit.config import (
     load_config,
     values_to_save,
 )
-from vit.runtime.arguments import as_pair, resolve_image_sizes
+from vit.runtime.arguments import as_pair
+from vit.training.plan import resolve_image_sizes
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").rglob("*.yaml"))
 
@@ -115,9 +116,7 @@ def test_a_mistake_is_named_with_a_hint(override: str, message: str) -> None:
 
 def resolve(config: Config) -> tuple[Any, ...]:
     patch_size = as_pair(config.model.patch_size, name="model.patch_size")
-    return resolve_image_sizes(
-        config.train.image_sizes, image_size=config.data.image_size, patch_size=patch_size
-    )
+    return resolve_image_sizes(config.train.image_sizes or (), config.data.size, patch_size)
 
 
 def test_sizes_follow_the_image_size() -> None:

@@ -65,28 +65,6 @@ def as_pair(value: int | Sequence[int], *, name: str) -> tuple[int, int]:
     )
 
 
-def resolve_image_sizes(
-    image_sizes: Sequence[tuple[float, float]] | None,
-    *,
-    image_size: int | Sequence[int],
-    patch_size: tuple[int, int],
-) -> tuple[tuple[float, tuple[int, int]], ...]:
-    """Return `train.image_sizes` in pixels, rounded to whole patches: until a fraction of the run,
-    the sides are scale × `data.image_size`, which must be a multiple of the patch size."""
-    sides = list(zip(as_pair(image_size, name="data.image_size"), patch_size, strict=True))
-    for side, patch in sides:
-        if rest := side % patch:
-            raise ValueError(
-                f"data.image_size {side} is not a multiple of model.patch_size {patch}; try"
-                f" {side + patch - rest}"
-            )
-    resolved = []
-    for until, scale in image_sizes or ():
-        height, width = (max(round(scale * side / patch), 1) * patch for side, patch in sides)
-        resolved.append((until, (height, width)))
-    return tuple(resolved)
-
-
 def check_minimum(minimum: float, **values: float | None) -> None:
     """Raise ValueError that names an argument whose value is below the minimum; None isn't."""
     for name, value in values.items():

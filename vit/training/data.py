@@ -1,7 +1,7 @@
 """Config → the images of a run: its splits, their normalisation, and the loader of batches."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
@@ -127,7 +127,8 @@ def build_data(
         validation = decode(validation)
     # Pretrained weights keep the normalisation that they were trained with.
     if pretrained is None:
-        images: Iterable[np.ndarray] = map(preprocess.to_uint8, _read_sample(train))
+        sample = train.read_sample(choose_evenly(len(train), _SAMPLED_IMAGES))
+        images: Iterable[np.ndarray] = map(preprocess.to_uint8, sample)
         if train.pixels is not None:
             # Not as a slice, which would copy them.
             step = max(1, len(train) // _MEASURED_IMAGES)
@@ -143,10 +144,6 @@ def build_data(
         decode=decode,
         class_balance=choose_class_balance(train.labels, wanted=config.train.class_balance),
     )
-
-
-def _read_sample(images: ImageDataset) -> Iterator[Any]:
-    return images.read_sample(choose_evenly(len(images), _SAMPLED_IMAGES))
 
 
 def build_train_loader(
@@ -167,7 +164,8 @@ def build_train_loader(
                 " use workers"
             )
         # It is refused now rather than in a worker.
-        apply_transform(transform, data.preprocess.to_rgb(next(_read_sample(train))), seed=0)
+        sample = next(train.read_sample(range(len(train))))
+        apply_transform(transform, data.preprocess.to_rgb(sample), seed=0)
 
     # If there are fewer images than a batch, take as many as divide into pairs for each process.
     process = current_process()

@@ -25,6 +25,21 @@ class Phase(NamedTuple):
     mixes: bool
 
 
+def resolve_image_sizes(
+    scales: Iterable[tuple[float, float]], image_size: tuple[int, int], patch_size: tuple[int, int]
+) -> tuple[tuple[float, tuple[int, int]], ...]:
+    """Return `train.image_sizes` in pixels: pairs of a fraction of the run and the (height, width)
+    until then, rounded to whole patches."""
+    resolved = []
+    for until, scale in scales:
+        height, width = (
+            max(round(scale * side / patch), 1) * patch
+            for side, patch in zip(image_size, patch_size, strict=True)
+        )
+        resolved.append((until, (height, width)))
+    return tuple(resolved)
+
+
 @dataclasses.dataclass(frozen=True)
 class TrainingPlan:
     """How long a run is, and what happens when.

@@ -16,7 +16,6 @@ from vit.data.statistics import compute_class_weights
 from vit.data.workers import Transform
 from vit.model.vision_transformer import VisionTransformer
 from vit.optim.optimizer import create_optimizer, schedule_factor
-from vit.runtime.arguments import resolve_image_sizes
 from vit.runtime.device import choose_device, choose_precision, use_deterministic_algorithms
 from vit.runtime.files import default_cache_dir
 from vit.runtime.memory import keep_freed_memory
@@ -27,7 +26,7 @@ from vit.training.identity import identify_run
 from vit.training.losses import Loss, StepLoss, build_loss
 from vit.training.model import build_model, check_user_model
 from vit.training.observers import Observer, ProgressBar, TensorBoard
-from vit.training.plan import TrainingPlan
+from vit.training.plan import TrainingPlan, resolve_image_sizes
 from vit.training.probe import (
     FittedProbe,
     build_probed_model,
@@ -174,9 +173,7 @@ def build_plan(
         steps_per_epoch=steps_per_epoch,
         total_steps=total_steps,
         batch_size=batch_size,
-        image_sizes=resolve_image_sizes(
-            train.image_sizes, image_size=config.data.size, patch_size=patch_size
-        ),
+        image_sizes=resolve_image_sizes(train.image_sizes or (), config.data.size, patch_size),
         mix_until=config.augment.mix_until,
     )
 
