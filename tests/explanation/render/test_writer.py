@@ -13,6 +13,7 @@ from PIL import Image
 from vit.api import explain
 from vit.bundle import Bundle
 from vit.data.preprocess import Preprocess
+from vit.explanation.records import ImageResult
 from vit.explanation.render.overlay import blend
 from vit.model.vision_transformer import VisionTransformer
 
@@ -166,6 +167,13 @@ def test_two_classes_of_one_file_name_have_maps_of_their_own(
     with np.load(tmp_path / "out" / "maps.npz") as arrays:
         assert len({key.casefold() for key in arrays}) == 5
     assert len(list((tmp_path / "out").glob("*.gae.*.png"))) == 5
+
+
+def test_a_model_that_is_nearly_sure_is_not_told_as_sure() -> None:
+    geometry = Preprocess(image_size=(16, 16)).geometry((16, 16))
+    told = {"index": 0, "name": "cat", "probability": 0.9998}
+    image = ImageResult("cat.png", "cat", geometry, None, prediction=told)
+    assert image.describe_prediction() == "predicted cat  99.98 %"
 
 
 def test_a_notebook_shows_the_pictures_of_a_result(bundle: Bundle, readable: list[str]) -> None:
