@@ -258,7 +258,6 @@ def test_a_cut_cache_is_made_again(tmp_path: Path, name: str, seed: int) -> None
     options: dict[str, Any] = {
         "preprocess": Preprocess((8, 8)),
         "cache_dir": tmp_path,
-        "progress": False,
     }
     pixels = np.array(decode_dataset(source, **options).pixels)
     (folder,) = (entry for entry in tmp_path.iterdir() if entry.is_dir())

@@ -156,6 +156,7 @@ def _name_labels(
     if are_sets:
         flat = list(chain.from_iterable(labels))
         labels = list(map(tuple, labels))
+        known = known or sorted(set(flat))
     elif all(isinstance(label, int) for label in labels):
         # without names, the labels count the classes
         known = known or [f"class {place}" for place in range(len(set(labels)))]
