@@ -215,7 +215,7 @@ def test_a_run_equals_the_cpus_with_one_copy_a_step_and_no_wait(
     monkeypatch: pytest.MonkeyPatch,
     name: str,
 ) -> None:
-    """Equal to the last bit, except for SwiGLU, for whose derivative torch has its own CPU kernel."""
+    """Equal to the last bit."""
     steps = Steps(meter)
     run = make(tmp_path / "npu", RECIPES[name], photos, "npu", steps)
     with monkeypatch.context() as patch:
