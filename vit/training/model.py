@@ -14,7 +14,7 @@ def build_model(config: Config, *, num_classes: int) -> tuple[VisionTransformer,
     """Build the model of a run on the CPU, with random weights by `train.seed` or those of
     `model.init`. Returns it and the preprocessing that loaded weights were trained with."""
     torch.manual_seed(config.train.seed)
-    preprocess = None
+    preprocess: Preprocess | None = None
     if config.model.init is not None:
         model, preprocess = _load_model(config, config.model.init, num_classes)
     else:
