@@ -22,9 +22,9 @@ def build_loss(
     user_loss: Loss | None = None,
 ) -> StepLoss:
     """Build the loss of a run: cross-entropy, where images have several labels the mean binary
-    cross-entropy, or `user_loss`. `class_weights` are the factors of an image's loss for each class,
-    whose mean over the training images is 1; with several labels, of the loss where an image has the
-    label."""
+    cross-entropy, or `user_loss`. `class_weights` are the factors of an image's loss for each
+    class, whose mean over the training images is 1; with several labels, of the loss where an image
+    has the label."""
 
     def compute_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         answers = logits.detach()

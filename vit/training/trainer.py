@@ -94,8 +94,8 @@ class Trainer:
     def train(self) -> Progress:
         """Train to the end of the plan, or until an observer asks to stop.
 
-        Raises TrainingInterrupted after SIGINT or SIGTERM, RuntimeError if a data-loading worker was
-        killed, ValueError if a loss or gradient is not finite.
+        Raises TrainingInterrupted after SIGINT or SIGTERM, RuntimeError if a data-loading worker
+        was killed, ValueError if a loss or gradient is not finite.
         """
         progress = self.progress
         self._started_at = time.perf_counter() - progress.elapsed_seconds

@@ -34,7 +34,7 @@ def predict_validation(data: TrainingData, model: nn.Module, device: torch.devic
 
 
 def list_measures(data: TrainingData) -> tuple[str, ...]:
-    """Return the names of the measures but the loss; first the fraction of images that are right."""
+    """Return the names of the measures but the loss, first the fraction of right images."""
     if data.train.is_multilabel:
         return ("exact_match", "macro_f1", "map")
     return ("top1", "macro_f1")
