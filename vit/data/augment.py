@@ -1,5 +1,5 @@
-"""Augmentation of a batch: its parameters are drawn for each sample on the host, so that all go to the
-device in one copy with the indices and nothing waits for it, and its images are computed there."""
+"""Augmentation of a batch: its parameters are drawn for each sample on the host, so that all go to
+the device in one copy with the indices and nothing waits for it; its images are computed there."""
 
 import math
 from dataclasses import dataclass, replace

@@ -1,7 +1,8 @@
 """Decode once: images become uint8 pixels on disk, memory-mapped.
 
-An image is known by its bytes, and found in any folder of its preprocessing: its labels, split, name,
-permissions and place may change. A folder is built beside its place, and renamed when it is complete.
+An image is known by its bytes, and found in any folder of its preprocessing: its labels, split,
+name, permissions and place may change. A folder is built under another name, and renamed when it is
+complete.
 """
 
 import hashlib

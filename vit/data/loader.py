@@ -120,7 +120,7 @@ class TrainLoader:
         image_size: tuple[int, int] | None = None,
         mix: bool = True,
     ) -> Iterator[Batch]:
-        """The batches of an epoch, from `start_step` on. `image_size` is that of a schedule of sizes."""
+        """The batches of an epoch, from `start_step` on; `image_size` is that of a schedule."""
         size = image_size or self.preprocess.image_size
         samples = self._sample(epoch, start_step)
         if self.tokens is not None:
@@ -151,8 +151,8 @@ class TrainLoader:
             yield StatelessRandom(self.seed, epoch, sample_ids)
 
     def _gather(self, samples: Iterator[StatelessRandom]) -> Steps:
-        """Yield the samples and the mapped pixels of each batch. A thread reads them one batch ahead,
-        into memory from which a GPU copies while it computes."""
+        """Yield the samples and the mapped pixels of each batch. A thread reads them one batch
+        ahead, into memory from which a GPU copies while it computes."""
 
         def start(rng: StatelessRandom) -> tuple[StatelessRandom, Future[Tensor]]:
             shape = (len(rng.sample_ids), *self._pixels.shape[1:])
@@ -172,12 +172,15 @@ class TrainLoader:
     ) -> Batch:
         """Sample on the host, copy all that the device needs at once, and compute there."""
         index = rng.sample_ids
-        rows = self._rows[index] if pixels is None else torch.arange(len(index))
+        rows = torch.arange(len(index))
+        if pixels is None:
+            rows = self._rows[index]
         params = self._device_augmentation.sample(rng, self.preprocess, size, mix=mix)
         host = (params, index, rows, self._labels[index], pixels)
         params, index, rows, labels, pixels = copy_to_device(host, self.device)
-        stored = self._pixels if pixels is None else pixels
-        images = augment_images(stored, rows, params, preprocess=self.preprocess, size=size)
+        if pixels is None:
+            pixels = self._pixels
+        images = augment_images(pixels, rows, params, preprocess=self.preprocess, size=size)
         targets = labels
         if params.own_weight is not None and params.mixed_boxes is not None:
             images, targets = mix_batch(

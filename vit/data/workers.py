@@ -35,8 +35,8 @@ _MAX_WORKERS = 16
 
 
 def apply_transform(transform: Transform, image: Image.Image, *, seed: int) -> Image.Image:
-    """Apply a user's transform to an RGB image of any size: one of albumentations or torchvision, or
-    a function of uint8 [H, W, 3]. Raises ValueError if the result isn't an RGB image of uint8."""
+    """Apply a user's transform to an RGB image of any size: one of albumentations or torchvision,
+    or a function of uint8 [H, W, 3]. Raises ValueError if the result isn't RGB of uint8."""
     # albumentations has a generator of its own
     if hasattr(transform, "set_random_seed"):
         transform.set_random_seed(seed)
@@ -195,8 +195,8 @@ class DecodingWorkers:
                 iterator._shutdown_workers()
 
     def decode(self, samples: Iterator[StatelessRandom]) -> Steps:
-        """Yield the samples and the pixels of each batch, and warn of images that can't be read. Raises
-        ValueError if they are too many."""
+        """Yield the samples and the pixels of each batch, and warn of images that can't be read.
+        Raises ValueError if they are too many."""
         dataset = self._decoder.dataset
         self._samples[:] = samples
         for rng, batch in zip(list(self._samples), self._loader, strict=True):

@@ -1,5 +1,5 @@
-"""Probabilities of classes or labels, and what a model predicts by them: the most probable class, or
-the labels of at least 50 %. An operating point in the model file sets other thresholds."""
+"""Probabilities of classes or labels, and what a model predicts by them: the most probable class,
+or the labels of at least 50 %. An operating point in the model file sets other thresholds."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -65,8 +65,8 @@ def decide_classes(bundle: Bundle, probabilities: Floats) -> Ints:
 
 
 def rank_classes(bundle: Bundle, probabilities: Floats) -> Iterator[list[int]]:
-    """Yield the classes of each image, [n, C], the most probable first. With an operating point, the
-    class that it predicts comes first."""
+    """Yield the classes of each image, [n, C], the most probable first. With an operating point,
+    the class that it predicts comes first."""
     order = probabilities.copy()
     if not bundle.is_multilabel:
         order[np.arange(len(order)), decide_classes(bundle, probabilities)] = np.inf

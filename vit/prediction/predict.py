@@ -1,5 +1,5 @@
-"""From images in any form to predictions: `vit.predict`, `vit.embed`, and `vit.Predictor`, the core of
-`vit serve` and of engines for many machines."""
+"""From images in any form to predictions: `vit.predict`, `vit.embed`, and `vit.Predictor`, the core
+of `vit serve` and of engines for many machines."""
 
 import io
 import os
@@ -96,8 +96,9 @@ class Predictor:
         """Predict a batch of images.
 
         Args:
-            images: Paths, encoded bytes, PIL images or uint8 arrays; or a dictionary of columns with
-                one of `image`, `bytes` or `path`, as Ray passes it. Its other columns are passed on.
+            images: Paths, encoded bytes, PIL images or uint8 arrays; or a dictionary of columns
+                with one of `image`, `bytes` or `path`, as Ray passes it. Its other columns are
+                passed on.
 
         Returns:
             Arrays of equal length: `predicted` (several labels with bars between them),

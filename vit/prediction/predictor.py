@@ -138,8 +138,8 @@ class BatchPredictor:
         results = torch.zeros(shape, dtype=dtype, device=results_device)
         batch_size = self.batch_size
         if self.device.type == "cpu" and count > batch_size:
-            # All threads get about equally many images. The number of threads that there are doesn't
-            # count, because the last bits of a result depend on the batch size.
+            # All threads get about equally many images. The number of threads that there are
+            # doesn't count, because the last bits of a result depend on the batch size.
             num_rounds = math.ceil(count / (batch_size * MAX_THREADS))
             equal_size = math.ceil(count / (num_rounds * MAX_THREADS))
             batch_size = max(equal_size, min(batch_size, _MIN_BATCH_SIZE))

@@ -140,9 +140,10 @@ def write_predictions(
         if kind == "csv":
             cells = prediction.to_dict().items()
             table.writerow({name: _format_cell(value) for name, value in cells})
+        elif kind == "table":
+            file.write(f"{_format_line(prediction)}\n")
         else:
-            line = _format_line(prediction) if kind == "table" else json.dumps(prediction.to_dict())
-            file.write(f"{line}\n")
+            file.write(f"{json.dumps(prediction.to_dict())}\n")
         yield prediction
 
 
@@ -174,8 +175,8 @@ def write_output(
     *,
     resume: bool = False,
 ) -> Iterator[Prediction]:
-    """Write predictions of items into FILE.jsonl or FILE.csv as they are made, and yield each once it
-    is written. `resume` goes on after the lines that FILE.jsonl has; a torn last line is cut.
+    """Write predictions of items into FILE.jsonl or FILE.csv as they are made, and yield each once
+    it is written. `resume` goes on after the lines that FILE.jsonl has; a torn last line is cut.
 
     Raises:
         ValueError: The file has another name, it is there already, or its lines are of other
