@@ -5,11 +5,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import vit  # its folder holds the recipes
+from vit.config import Config
 from vit.runtime.files import read_text
 from vit.runtime.places import explain_file, suggest
 
-# The configuration of a run: a YAML file, the name of a packaged recipe, or sections.
-ConfigLike = str | Path | Mapping[str, object]
+# The configuration of a run: a YAML file, the name of a packaged recipe, sections, or a `Config`.
+ConfigLike = str | Path | Mapping[str, object] | Config
 
 
 def names_images(source: ConfigLike | None) -> bool:

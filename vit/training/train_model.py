@@ -72,9 +72,9 @@ def train(
 
     Args:
         config: A YAML file, the name of a packaged recipe ("cifar10/cpu"), a
-            dictionary of sections. Or images: a folder, table, shards or the
-            name of a data set, for which a configuration is chosen. None with
-            `resume`: the run's own.
+            dictionary of sections or a `vit.config.Config`. Or images: a
+            folder, table, shards or the name of a data set, for which a
+            configuration is chosen. None with `resume`: the run's own.
         output: Directory of the run.
         overrides: Changes of the configuration, such as ["train.epochs=20"] or
             {"train.epochs": 20}; vit/config.py lists the keys.
@@ -156,7 +156,7 @@ def train(
     check_minimum(0.01, minutes=minutes)
     check_minimum(2, folds=folds)
     passing = "a recipe, YAML file, photos or sections; pass images from Python as dataset=…"
-    check_kind(config, (str, Path, Mapping, NoneType), name="config", expected=passing)
+    check_kind(config, (str, Path, Mapping, Config, NoneType), name="config", expected=passing)
     texts = 'a list of texts, such as ["train.epochs=20"], or a dictionary'
     check_kind(overrides, (list, tuple, Mapping), name="overrides", expected=texts)
     check_kind(model, (nn.Module, NoneType), name="model", expected="an object of an nn.Module")
@@ -303,6 +303,8 @@ def _resolve_config(
     elif source is None:
         usage = "vit train PHOTOS or CONFIG [key.path=value …] --output DIR"
         raise ValueError(f"which configuration? {usage}")
+    elif isinstance(source, Config):
+        source = source.model_dump(exclude_unset=True)
     elif not isinstance(source, Mapping):
         source = find_recipe(source)
     config = load_config(source, overrides)
