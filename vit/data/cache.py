@@ -94,7 +94,7 @@ def decode_dataset(
                 building = cache_dir / f"{name}.{secrets.token_hex(4)}.building"
                 building.mkdir()
                 try:
-                    _build(together, contents, stored, building, workers)
+                    _build(together, contents, stored, building, workers=workers)
                     rename_durably(building, building.with_suffix(".decoded"))
                 finally:
                     shutil.rmtree(building, ignore_errors=True)
@@ -162,6 +162,7 @@ def _build(
     digests: np.ndarray,
     preprocess: Preprocess,
     folder: Path,
+    *,
     workers: int | None,
 ) -> None:
     """Decode the images of a dataset into an empty folder, see `decode_dataset`."""
