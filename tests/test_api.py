@@ -32,6 +32,7 @@ FUNCTIONS = (
     "evaluate",
     "explain",
     "measure_faithfulness",
+    "measure_robustness",
     "predict",
     "train",
 )

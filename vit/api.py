@@ -6,6 +6,7 @@
 from vit.analysis.audit.run import audit as audit
 from vit.analysis.compare.comparison import compare as compare
 from vit.analysis.faithfulness.measure import measure_faithfulness as measure_faithfulness
+from vit.analysis.robustness.measure import measure_robustness as measure_robustness
 from vit.bundle import Bundle as Bundle
 from vit.bundle import load_bundle as load_bundle
 from vit.data.preprocess import Preprocess as Preprocess

@@ -79,6 +79,7 @@ MODES: dict[str, tuple[tuple[str, ...], set[str]]] = {
     ),
     "train": (("train", "photos", "-o", "out"), set()),
     "faithfulness": (("faithfulness", "imagenette", "-o", "out"), set()),
+    "robustness": (("robustness", "imagenette", "-o", "out"), set()),
     "export": (("export", "imagenette", "-o", "out"), set()),
     "serve": (("serve", "imagenette"), set()),
 }

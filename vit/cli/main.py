@@ -41,6 +41,7 @@ COMMANDS = (
     "vit.cli.predict",
     "vit.analysis.compare.command",
     "vit.analysis.faithfulness.command",
+    "vit.analysis.robustness.command",
     "vit.deploy.export.command",
     "vit.deploy.serve.command",
 )

@@ -1,0 +1,1 @@
+"""Measure accuracy on damaged images."""
