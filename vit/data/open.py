@@ -8,7 +8,7 @@ from typing import Any
 from vit.data.dataset import LABEL_FIELDS, ImageRule
 from vit.data.sources import folders, huggingface, shards
 from vit.data.sources.base import Listing, Root
-from vit.data.sources.named import NAMED, find_named
+from vit.data.sources.named import NAMED, find_named, name_plainly
 from vit.data.sources.python_objects import FROM_PYTHON, find_python_objects
 from vit.data.sources.shards import is_remote
 from vit.data.splits import DatasetSplits, number_listing
@@ -27,7 +27,7 @@ PLACES: Mapping[str, tuple[Callable[[str], bool], Callable[[Path | str, ImageRul
 
 def find_kind(data: object) -> str | None:
     """Return the `data.name` for a name, path, pattern or address of images; None without one."""
-    text = str(data)
+    text = name_plainly(str(data))
     if text in NAMED:
         return text
     return next((kind for kind, (is_place, _) in PLACES.items() if is_place(text)), None)
@@ -58,6 +58,7 @@ def open_dataset(
     if name == FROM_PYTHON:
         hint = "pass them as dataset=… again, or name other images with --data"
         raise ValueError(f"the images of this model were passed from Python; {hint}")
+    name = name_plainly(name)
     check_choice(name, (*PLACES, *NAMED), name="data.name")
     if root is None and (name in PLACES or name == "imagenet"):
         raise ValueError(f"data.name={name} needs data.root, where the images are")
@@ -163,6 +164,7 @@ def open_for_model(
 def _is_same(data: str, recorded: Mapping[str, Any]) -> bool:
     """Return true if a model was trained on the images that `data` names."""
     root = recorded.get("root")
-    if data in NAMED or root is None:
-        return data == recorded.get("name")
+    name = name_plainly(data)
+    if name in NAMED or root is None:
+        return name == name_plainly(str(recorded.get("name")))
     return expand_home(hide_tokens(data)).resolve() == expand_home(root).resolve()

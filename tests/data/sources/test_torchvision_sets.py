@@ -1,5 +1,6 @@
-"""Sets of torchvision by name, on small files in their layouts."""
+"""Sets of torchvision by name, on small files in their layouts, and idx files."""
 
+import gzip
 import pickle
 import socket
 from pathlib import Path
@@ -64,3 +65,38 @@ def test_a_damaged_file_is_not_read_and_a_failed_download_says_what_to_do(
     text = r"cifar10 could not be downloaded .*no route.*put torchvision's files of it into"
     with pytest.raises(OSError, match=text):
         open_dataset("cifar10", root=cifar_root)
+
+
+def test_a_set_may_be_called_as_torchvision_calls_it(cifar_root: Path) -> None:
+    assert len(open_dataset("torchvision:CIFAR10", root=cifar_root).split("test")) == 20
+    with pytest.raises(ValueError, match="SVHN"):
+        open_dataset("torchvision:SVHN")
+
+
+def write_idx(path: Path, values: np.ndarray) -> None:
+    header = bytes([0, 0, 8, values.ndim]) + np.array(values.shape, dtype=">u4").tobytes()
+    content = header + values.astype(np.uint8).tobytes()
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_idx_files_are_read_from_a_folder(tmp_path: Path, suffix: str) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (30, 7, 5))
+    labels = np.arange(30) % 3
+    for split in ("train", "t10k"):
+        write_idx(tmp_path / f"{split}-images-idx3-ubyte{suffix}", pixels)
+        write_idx(tmp_path / f"{split}-labels-idx1-ubyte{suffix}", labels)
+
+    dataset = open_dataset("mnist", root=tmp_path).split("test")
+    assert dataset.class_names[2] == "2 - two"
+    assert dataset.labels.tolist() == labels.tolist()
+    np.testing.assert_array_equal(np.asarray(dataset.image(7))[..., 1], pixels[7])
+
+    file = tmp_path / f"t10k-images-idx3-ubyte{suffix}"
+    for change in (
+        lambda: file.write_bytes(file.read_bytes()[:-9]),
+        lambda: write_idx(file, pixels[:29]),
+    ):
+        change()
+        with pytest.raises(ValueError, match=r"t10k|test images of mnist"):
+            open_dataset("mnist", root=tmp_path)

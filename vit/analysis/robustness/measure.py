@@ -30,7 +30,6 @@ class RobustnessResult(Result):
         return {"robustness.json": format_json(vars(self))}
 
 
-@check_minimum(batch_size=1)
 @keeps_mode
 def measure_robustness(
     model: ModelLike,
@@ -64,6 +63,7 @@ def measure_robustness(
         >>> result = vit.measure_robustness("runs/digits")
         >>> result.top1, result.accuracies["noise"]
     """
+    check_minimum(1, batch_size=batch_size)
     bundle = open_model(model, device=device)
     if bundle.is_multilabel:
         raise ValueError("robustness is measured by accuracy, which a model of labels doesn't have")

@@ -1,6 +1,8 @@
 """Sets known by name: scikit-learn's digits, four of torchvision, Imagenette, an ImageNet
 folder."""
 
+import gzip
+import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -11,6 +13,7 @@ import numpy as np
 
 from vit.data.sources.base import ArrayReader, Listing, Root, find_split_folders
 from vit.data.sources.folders import check_root, list_folder
+from vit.runtime.arguments import first_line
 from vit.runtime.files import default_cache_dir
 
 # 320 pixels of the shorter side are enough to train at 224, in a quarter of the full download
@@ -23,7 +26,14 @@ _TORCHVISION = {
 }
 # torchvision's errors for a file that is missing, or has another checksum or another length
 _DAMAGED = (RuntimeError, OSError, AssertionError)
+# bytes of an unpacked idx file, of which the largest has 47 MB
+_MAX_UNPACKED = 1 << 30
 NAMED = ("digits", "imagenette", "imagenet", *_TORCHVISION)
+
+
+def name_plainly(name: str) -> str:
+    """Return the name in `NAMED` of torchvision:CIFAR10, as sets may be called, too."""
+    return {f"torchvision:{other}": name for name, other in _TORCHVISION.items()}.get(name, name)
 
 
 def find_named(name: str, root: Root, classes: Sequence[str] | None, *, download: bool) -> Listing:
@@ -93,27 +103,55 @@ def _open_or_download(
 
 
 def _list_torchvision(name: str, folder: Path, *, download: bool) -> Listing:
-    """List CIFAR-10, CIFAR-100, MNIST or Fashion-MNIST in torchvision's files."""
+    """List CIFAR-10, CIFAR-100, MNIST or Fashion-MNIST in torchvision's files, or in idx files in
+    the folder itself. Raises ValueError for damaged ones."""
     # takes seconds to import
     from torchvision import datasets
 
-    open_set = partial(getattr(datasets, _TORCHVISION[name]), folder)
+    dataset_class: Any = getattr(datasets, _TORCHVISION[name])
+    # Debian's packages and hand-made copies
+    has_idx = any(folder.glob("train-images?idx3*"))
     # drawn splits depend on the ids
-    width = 5 if name.startswith("cifar") else 6
+    width = 5 if has_idx or name.startswith("cifar") else 6
     pixels: list[np.ndarray] = []
     labels: list[str] = []
     ids: list[str] = []
     splits: list[str] = []
-    for split in ("train", "test"):
-        open_split = partial(open_set, train=split == "train")
-        dataset = _open_or_download(open_split, name, folder, download=download)
-        pixels.append(np.asarray(dataset.data))
-        labels += [dataset.classes[target] for target in np.asarray(dataset.targets).tolist()]
-        ids += [f"{split}/{number:0{width}d}" for number in range(len(dataset.data))]
-        splits += [split] * len(dataset.data)
+    for split, prefix in (("train", "train"), ("test", "t10k")):
+        if has_idx:
+            names = dataset_class.classes
+            images = _read_idx(folder, f"{prefix}-images?idx3-ubyte*")
+            targets = _read_idx(folder, f"{prefix}-labels?idx1-ubyte*")
+        else:
+            open_split = partial(dataset_class, folder, train=split == "train")
+            dataset = _open_or_download(open_split, name, folder, download=download)
+            names = dataset.classes
+            images, targets = np.asarray(dataset.data), np.asarray(dataset.targets)
+        if len(images) != len(targets) or targets.max(initial=0) >= len(names):
+            text = f"the {split} images of {name} in {folder} don't have a class each"
+            raise ValueError(f"{text}; copy the files again")
+        pixels.append(images)
+        labels += [names[target] for target in targets.tolist()]
+        ids += [f"{split}/{number:0{width}d}" for number in range(len(images))]
+        splits += [split] * len(images)
     return Listing(
         labels=labels,
         reader=ArrayReader(np.concatenate(pixels), ids),
         splits=splits,
-        class_names=dataset.classes,
+        class_names=names,
     )
+
+
+def _read_idx(folder: Path, pattern: str) -> np.ndarray:
+    """Read an idx file of bytes, plain or .gz: 0, 0, 8, the number of dimensions, each dimension,
+    the values. Raises ValueError for a damaged one."""
+    path = min(folder.glob(pattern), default=folder / pattern)
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            content = file.read(_MAX_UNPACKED)
+        start = 4 + 4 * content[3]
+        shape = np.frombuffer(content[4:start], ">u4")
+        return np.frombuffer(content[start:], np.uint8).reshape(shape)
+    # gzip raises EOFError for a file that is cut short
+    except (ValueError, OSError, EOFError, IndexError, zlib.error) as error:
+        raise ValueError(f"{path} can't be read ({first_line(error)}); copy it again") from error
