@@ -219,8 +219,8 @@ class TrainConfig(_Section):
     grad_checkpointing: bool = False
     # auto: weights if the largest class has over 5 times the images of the smallest
     class_balance: Literal["none", "weights", "auto"] = "none"
-    # measure that chooses the best model; for several labels top1 is the mean average precision
-    select_by: Literal["top1", "macro_f1"] = "top1"
+    # chooses the best model; several labels have map (mean average precision) instead of top1
+    select_by: Literal["top1", "macro_f1", "map"] = "top1"
     evaluate_every_epochs: int = Field(1, gt=0)
     # steps between checkpoints, besides those after an evaluation
     checkpoint_every_steps: int | None = Field(None, gt=0)

@@ -86,6 +86,12 @@ def test_a_run_is_measured_by_average_precision(run: Any) -> None:
     assert run.best_map == max(epoch["val_map"] for epoch in run.metrics)
     assert run.best_top1 is None
     assert run.bundle.is_multilabel
+    with pytest.raises(ValueError, match="select_by=map is for several labels"):
+        vit.train(
+            {**CONFIG, "train": {**CONFIG["train"], "select_by": "map"}},
+            dataset=(PIXELS, MARKS.argmax(axis=1)),
+            output=run.directory.parent / "classes",
+        )
 
 
 def test_a_stopped_run_ends_with_the_same_bytes(run: Any, tmp_path: Path) -> None:

@@ -158,10 +158,13 @@ def build_plan(
     batch_size: int,
     multilabel: bool = False,
 ) -> TrainingPlan:
-    """Plan how long a run is, and what happens when."""
+    """Plan how long a run is, and what happens when. Raises ValueError if `train.select_by` is a
+    measure of several labels alone."""
     train = config.train
     if multilabel and train.select_by == "top1":
         train = train.model_copy(update={"select_by": "map"})
+    if not multilabel and train.select_by == "map":
+        raise ValueError("train.select_by=map is for several labels an image; take macro_f1")
     total_steps = min(train.epochs * steps_per_epoch, train.max_steps or sys.maxsize)
     if is_probe_alone(config):
         total_steps = 0
