@@ -1,6 +1,7 @@
 """Whatever names a model is opened by every function and command: modules of each library, names,
 folders, checkpoints of other trainers, files and runs of this project."""
 
+import argparse
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 import torchvision
 import transformers
 from PIL import Image
+from safetensors.torch import save_file
 from torch import nn
 
 import vit
@@ -86,6 +88,31 @@ def save_huggingface_folder(folder: Path) -> Path:
     return folder
 
 
+def save_timm_checkpoint(folder: Path) -> Path:
+    path = folder / "model_best.pth.tar"
+    options = argparse.Namespace(model=_TIMM_NAME)
+    content = {"epoch": 3, "arch": _TIMM_NAME, "args": options}
+    torch.save({**content, "state_dict": build_timm().state_dict()}, path)
+    return path
+
+
+def save_weights_of_a_script(folder: Path) -> Path:
+    torch.save({"model": build_ours().state_dict()}, folder / "weights.pth")
+    return folder / "weights.pth"
+
+
+def save_lightning_checkpoint(folder: Path) -> Path:
+    weights = {f"net.{name}": value for name, value in build_ours().state_dict().items()}
+    content = {"pytorch-lightning_version": "2.6.6", "state_dict": weights}
+    torch.save(content, folder / "last.ckpt")
+    return folder / "last.ckpt"
+
+
+def save_bare_weights(folder: Path) -> Path:
+    save_file(build_ours().state_dict(), folder / "bare.safetensors")
+    return folder / "bare.safetensors"
+
+
 def save_model_file(folder: Path) -> Path:
     vit.Bundle.from_model(build_ours()).save(folder / "model.safetensors")
     return folder / "model.safetensors"
@@ -95,6 +122,10 @@ PATHS: dict[str, Callable[[Path], str | Path]] = {
     "a timm name": lambda _: f"timm:{_TIMM_NAME}",
     "a timm folder": save_timm_folder,
     "a Hugging Face folder": save_huggingface_folder,
+    "timm's checkpoint": save_timm_checkpoint,
+    "weights of a script": save_weights_of_a_script,
+    "Lightning's checkpoint": save_lightning_checkpoint,
+    "bare weights": save_bare_weights,
     "a model file": save_model_file,
     "a run": lambda folder: save_model_file(folder).parent,
 }
@@ -307,16 +338,17 @@ def test_class_names_are_those_of_the_module(photos: Path, tmp_path: Path) -> No
     for name, animal in zip(NAMES, animals, strict=True):
         (tmp_path / "animals").mkdir(exist_ok=True)
         (tmp_path / "animals" / animal).symlink_to(photos / name)
-    model = build_ours()
-    with pytest.raises(ValueError, match=r"the model doesn't know 'ant'.*class_names="):
-        vit.evaluate(model, data=tmp_path / "animals", split="all")
-    options = {"split": "all", "num_examples": 0, "class_names": animals}
-    result = vit.evaluate(model, data=tmp_path / "animals", **options)
-    assert result.bundle.class_names == animals
-    maps = vit.attribute(
-        model, torch.randn(1, 3, 32, 32), class_names=animals, target="bee", method="gae"
-    )
-    assert maps.shape == (1, 4, 4)
+    path = save_weights_of_a_script(tmp_path)
+    for model in (build_ours(), path):
+        with pytest.raises(ValueError, match=r"the model doesn't know 'ant'.*class_names="):
+            vit.evaluate(model, data=tmp_path / "animals", split="all")
+        options = {"split": "all", "num_examples": 0, "class_names": animals}
+        result = vit.evaluate(model, data=tmp_path / "animals", **options)
+        assert result.bundle.class_names == animals
+        maps = vit.attribute(
+            model, torch.randn(1, 3, 32, 32), class_names=animals, target="bee", method="gae"
+        )
+        assert maps.shape == (1, 4, 4)
 
 
 def test_no_random_number_of_the_caller_changes(
@@ -325,7 +357,7 @@ def test_no_random_number_of_the_caller_changes(
     """As little as a GPU's own: without one, its generator is seeded by torch's function alone."""
     seeded: list[int] = []
     monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
-    for save in (save_model_file, save_huggingface_folder):
+    for save in (save_model_file, save_bare_weights, save_huggingface_folder):
         source = save(tmp_path)
         before = torch.get_rng_state()
         vit.load_bundle(source)

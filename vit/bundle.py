@@ -298,9 +298,10 @@ def load_bundle(
     Args:
         source: A run (its best model) or model file of vit; "imagenette", a
             small model that comes with the package; timm:NAME; a folder of
-            timm or Hugging Face; or, for `model`, a file of weights
+            timm or Hugging Face; or a file of weights with timm's names
             (.safetensors, .pth, .pth.tar, .ckpt). No code in it is run.
-        model: A module for the weights of a file that doesn't describe it.
+        model: A module for the weights of a file that neither this project
+            nor timm can build by name, or whose number of heads is unusual.
         class_names: Name of each class, for weights that have none.
         preprocess: Preprocessing of images, for weights that have none.
         device: Device of the model, named as in torch.
@@ -313,8 +314,7 @@ def load_bundle(
         ValueError: The file is damaged or doesn't fit an argument.
 
     Example:
-        >>> module = timm.create_model("vit_small_patch16_224", num_classes=2)
-        >>> bundle = vit.load_bundle("vit.pth", model=module, class_names=("cat", "dog"))
+        >>> bundle = vit.load_bundle("vit.pth", class_names=("cat", "dog"))
         >>> bundle.save("model.safetensors")
     """
     path = find_model(source)

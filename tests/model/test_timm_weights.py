@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-import vit
 from vit.model.modules import load_pretrained, load_timm
 from vit.model.timm_weights import create_timm
 
@@ -31,6 +30,8 @@ TIMMS = [
     "vit_small_patch14_reg4_dinov2",
     "vit_base_patch14_dinov2",
 ]
+# files of weights don't tell their number of heads
+pytestmark = pytest.mark.filterwarnings("ignore:.*attention heads share")
 
 
 def build_timm(name, *, depth, randomise):
@@ -188,14 +189,14 @@ class TestFineTuning:
     @pytest.fixture
     def source(self, tmp_path, randomise):
         theirs = randomise(timm.create_model("vit_tiny_patch16_224", depth=2, img_size=64))
-        vit.Bundle.from_model(load_timm(theirs)).save(tmp_path / "model.safetensors")
-        return tmp_path / "model.safetensors"
+        save_file(theirs.state_dict(), tmp_path / "weights.safetensors")
+        return tmp_path / "weights.safetensors"
 
     def test_new_head_and_resampled_positions(self, source):
         model, preprocess = load_pretrained(source, num_classes=7, drop_path_rate=0.2)
         model.set_input_size((48, 96))
         reference = load_timm(source)
-        assert tuple(preprocess["image_size"]) == (64, 64)
+        assert preprocess is None
         assert model.architecture["drop_path_rate"] == 0.2
         assert model.grid_size == (3, 6)
         assert model.head.weight.shape == (7, 192)

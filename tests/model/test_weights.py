@@ -12,24 +12,40 @@ from vit.model.modules import load_pretrained, load_timm
 from vit.model.vision_transformer import VisionTransformer
 from vit.model.weights import check_fit, infer_architecture, read_weights
 
+# the number of heads is taken with a warning
+pytestmark = pytest.mark.filterwarnings("ignore:.*attention heads share")
+
 
 def build(**changes):
     return VisionTransformer(**({"img_size": 64, "depth": 2} | changes))
 
 
-def test_weights_alone_need_their_module_once(tmp_path):
-    """They don't tell their number of heads, and another number gives other logits."""
-    model = build(img_size=32, num_classes=5, embed_dim=96, num_heads=3).eval()
-    torch.save(model.state_dict(), tmp_path / "weights.pth")
-    for load in (vit.load_bundle, lambda path: load_pretrained(path, num_classes=5)):
-        with pytest.raises(
-            ValueError, match=r"weights.pth has weights alone.*load_bundle\(path, mod"
-        ):
-            load(tmp_path / "weights.pth")
-    fresh = VisionTransformer(**model.architecture)
-    vit.load_bundle(tmp_path / "weights.pth", model=fresh).save(tmp_path / "model.safetensors")
-    images = torch.randn(2, 3, 32, 32)
-    assert torch.equal(load_timm(tmp_path / "model.safetensors")(images), model(images))
+class TestHeads:
+    """A file of weights doesn't tell its number of heads, and another number gives other logits."""
+
+    def save(self, tmp_path, **changes):
+        model = build(img_size=32, num_classes=5, depth=1, **changes).eval()
+        path = tmp_path / "weights.pth"
+        torch.save(model.state_dict(), path)
+        return model, path
+
+    def test_a_width_of_no_published_vit_needs_its_module(self, tmp_path):
+        model, path = self.save(tmp_path, embed_dim=96, num_heads=3)
+        for load in (load_timm, lambda path: load_pretrained(path, num_classes=5)):
+            with pytest.raises(
+                ValueError, match=r"weights.pth .*96 channels.*load_bundle\(path, mod"
+            ):
+                load(path)
+        fresh = VisionTransformer(**model.architecture)
+        vit.load_bundle(path, model=fresh).save(tmp_path / "model.safetensors")
+        images = torch.randn(2, 3, 32, 32)
+        assert torch.equal(load_timm(tmp_path / "model.safetensors")(images), model(images))
+
+    def test_published_widths_have_the_published_number_and_it_is_said(self, tmp_path):
+        _, path = self.save(tmp_path, embed_dim=512, num_heads=8)
+        with pytest.warns(UserWarning, match="512 channels; 8 are taken"):
+            loaded = load_timm(path)
+        assert loaded.architecture["num_heads"] == 8
 
 
 class TestRefusal:
@@ -52,6 +68,11 @@ class TestRefusal:
             match=r"bad.safetensors: blocks.1.mlp.fc1.bias holds 2 NaN or infinite values",
         ):
             read_weights(tmp_path / "bad.safetensors")
+
+    def test_a_grid_that_is_not_square_is_not_guessed(self, tmp_path):
+        torch.save(build(img_size=(32, 48)).state_dict(), tmp_path / "weights.pth")
+        with pytest.raises(ValueError, match=r"pos_embed is \[1, 7, 192\] there"):
+            load_timm(tmp_path / "weights.pth")
 
     def test_another_kind_of_network_names_what_it_holds(self):
         with pytest.raises(
@@ -110,7 +131,6 @@ class TestFiles:
     def test_what_trainers_put_around_the_weights_goes(self, tmp_path, wrap):
         state = build().state_dict()
         torch.save(wrap(state), tmp_path / "weights.pth")
-        fresh = build()
-        weights = vit.load_bundle(tmp_path / "weights.pth", model=fresh).model.state_dict()
+        weights = load_timm(tmp_path / "weights.pth").state_dict()
         assert weights.keys() == state.keys()
         assert all(torch.equal(weights[name], value) for name, value in state.items())

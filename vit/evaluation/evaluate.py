@@ -59,10 +59,10 @@ def evaluate(
 
     Args:
         model: A run, a model file, timm:NAME, a folder of timm or Hugging
-            Face, or imagenette (a small model that comes with the package).
-            From Python also a bundle or a module of timm, torchvision or
-            Hugging Face. The probabilities of several models with equal
-            classes and preprocessing are averaged.
+            Face, a file of weights (.pth, .ckpt), or imagenette (a small model
+            that comes with the package). From Python also a bundle or a
+            module of timm, torchvision or Hugging Face. The probabilities of
+            several models with equal classes and preprocessing are averaged.
         data: A data set's name, a folder, a table or shards. None: the
             model's own.
         root: Folder of the data set that `data` names. None: its usual place.

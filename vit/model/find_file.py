@@ -16,7 +16,7 @@ PACKAGED_FILE = Path(vit.__file__).parent / "pretrained" / f"{PACKAGED}.safetens
 
 def find_model(source: str | Path) -> str | Path:
     """Return what a user's name of a model means: timm:NAME; the folder of timm or Hugging Face; or
-    the file, which is the name itself, that of a run, or that of the package. Raises
+    the file of weights, which is the name itself, that of a run, or that of the package. Raises
     FileNotFoundError, and ValueError for an image, an archive or a document."""
     if str(source).startswith(_TIMM):
         return str(source)
@@ -36,14 +36,15 @@ def find_model(source: str | Path) -> str | Path:
         return PACKAGED_FILE
     if path.is_dir():
         raise FileNotFoundError(
-            f"{source} holds no {MODEL_FILE}, which training writes after the first evaluation"
+            f"{source} holds no {MODEL_FILE}, which training writes after the first evaluation; "
+            "for other weights, name their file"
         )
     # timm takes seconds to import
     from timm import list_models
 
     names = [PACKAGED, *(f"{_TIMM}{name}" for name in list_models())]
     raise FileNotFoundError(
-        f"{source} does not exist; a model is a run, a model file, a folder of timm or "
+        f"{source} does not exist; a model is a run, a file of weights, a folder of timm or "
         f"Hugging Face, timm:NAME or {PACKAGED}{suggest(source, names)}"
     )
 

@@ -59,8 +59,13 @@ def read_huggingface(folder: Path, config: Mapping[str, Any]) -> tuple[StateDict
         if all(part in weights for part in parts):
             joined = torch.cat([weights.pop(part) for part in parts])
             weights[name.replace(".query.", ".qkv.")] = joined
-    told = {"img_size": img_size, "num_heads": config.get("num_attention_heads", 12)}
-    return weights, infer_architecture(weights, origin=str(folder)) | told
+    architecture = infer_architecture(
+        weights,
+        origin=str(folder),
+        num_heads=config.get("num_attention_heads"),
+        img_size=img_size,
+    )
+    return weights, architecture
 
 
 def convert_to_huggingface(

@@ -1,5 +1,5 @@
-"""Modules and what they are built from: the description in a model file of this project, a name in
-timm, or a folder of timm or Hugging Face."""
+"""Modules and what they are built from: the description in a model file of this project, a file of
+weights, a name in timm, or a folder of timm or Hugging Face."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -16,6 +16,7 @@ from vit.model.vision_transformer import VisionTransformer
 from vit.model.weights import (
     build_to_fit,
     check_fit,
+    infer_architecture,
     read_weights,
     remove_prefix,
 )
@@ -36,14 +37,16 @@ def load_timm(source: nn.Module | str | Path) -> VisionTransformer:
 
     Args:
         source: A module of timm, timm:NAME, a folder with the config.json
-            of timm or of a Hugging Face ViT, or a model file or run of vit.
+            of timm or of a Hugging Face ViT, a model file or run of vit, or a
+            file of weights with timm's names (safetensors or torch), which
+            has the attention heads of the published ViTs of its width.
 
     Returns:
         The model in evaluation mode. It computes timm's logits.
 
     Raises:
-        ValueError: VisionTransformer can't compute this model, or the file is
-            damaged or has weights alone.
+        ValueError: VisionTransformer can't compute this model, the file is
+            damaged, or no published ViT has its width.
         OSError: The weights can't be downloaded or read.
 
     Example:
@@ -56,17 +59,24 @@ def load_timm(source: nn.Module | str | Path) -> VisionTransformer:
 
 
 def load_pretrained(
-    source: str | Path, *, num_classes: int, drop_path_rate: float = 0.0
-) -> tuple[VisionTransformer, Mapping[str, Any]]:
-    """Load a pretrained model for training, from any source of `load_timm`, and the values of the
-    `Preprocess` that its weights were trained with. The head is new if the source has another number
-    of classes."""
+    source: str | Path,
+    *,
+    num_classes: int,
+    drop_path_rate: float = 0.0,
+) -> tuple[VisionTransformer, Mapping[str, Any] | None]:
+    """Load a pretrained model for training, from any source of `load_timm`. The head is new if the
+    source has another number of classes.
+
+    Returns:
+        The model, and the values of the `Preprocess` that its weights were trained with, or None
+        if the file doesn't have them.
+    """
     opened = _open(source)
     loaded, preprocess = _convert(opened.module), opened.preprocess
-    assert preprocess is not None
     model = VisionTransformer(**loaded.architecture | {"drop_path_rate": drop_path_rate})
     model.load_state_dict(loaded.state_dict())
-    model.set_input_size(tuple(preprocess["image_size"]))
+    if preprocess is not None:
+        model.set_input_size(tuple(preprocess["image_size"]))
     if model.num_classes != num_classes:
         model.reset_classifier(num_classes)
     return model.eval(), preprocess
@@ -89,7 +99,8 @@ def _open(source: str | Path) -> OpenedModel:
     if isinstance(path, str) or path.is_dir():
         return open_folder(path)
     content = read_weights(path)
-    return OpenedModel(build(content, origin=str(path)), preprocess=content.metadata["preprocess"])
+    module = build(content, origin=str(path))
+    return OpenedModel(module, preprocess=content.metadata.get("preprocess"))
 
 
 def open_folder(source: str | Path) -> OpenedModel:
@@ -134,13 +145,8 @@ def describe(
 
 def build(content: ModelFile, *, origin: str) -> nn.Module:
     """Build the module that a file's weights belong to, and load them, after a check that they fit
-    its description."""
+    its description. Without one, it is a plain vision transformer."""
     metadata, weights = content.metadata, content.weights
-    if not metadata:
-        raise ValueError(
-            f"{origin} has weights alone, which tell neither heads nor pooling nor preprocessing; "
-            "give their module once: vit.load_bundle(path, model=…).save('model.safetensors')"
-        )
     if "module" in metadata:
         # timm takes seconds to import
         from vit.model.timm_weights import build_module
@@ -151,8 +157,12 @@ def build(content: ModelFile, *, origin: str) -> nn.Module:
         module = create()
         module.load_state_dict(weights)
         return module
-    architecture = metadata["architecture"]
-    check_class_names(metadata["class_names"], architecture["num_classes"])
+    if metadata:
+        architecture = metadata["architecture"]
+        check_class_names(metadata["class_names"], architecture["num_classes"])
+    else:
+        weights = remove_prefix(weights)
+        architecture = infer_architecture(weights, origin=origin)
     return build_to_fit(architecture, weights, origin=origin)
 
 

@@ -84,9 +84,13 @@ def describe_timm(module: nn.Module) -> Architecture:
     net: Any = module
     block = net.blocks[0]
     # The shapes tell all arguments but these.
-    return infer_architecture(module.state_dict(), origin="the timm model") | {
-        "img_size": net.patch_embed.img_size,
-        "num_heads": block.attn.num_heads,
+    inferred = infer_architecture(
+        module.state_dict(),
+        origin="the timm model",
+        img_size=net.patch_embed.img_size,
+        num_heads=block.attn.num_heads,
+    )
+    return inferred | {
         "global_pool": net.global_pool,
         "no_embed_class": net.no_embed_class,
         "init_values": getattr(block.ls1, "init_values", None),

@@ -1,6 +1,7 @@
 """Weights of any program, read without pickle, and the vision transformer that they belong to."""
 
 import math
+import warnings
 from pathlib import Path
 
 import torch
@@ -13,6 +14,11 @@ from vit.runtime.arguments import first_line
 from vit.runtime.files import read_tensors
 
 _MAX_PATCHES = 2**16
+# Channels → heads of the published ViTs (Dosovitskiy et al. 2021; 512 is DeiT III's, Touvron et al.
+# 2022). Other widths have no usual number.
+_PUBLISHED_HEADS = {192: 3, 384: 6, 512: 8, 768: 12, 1024: 16, 1280: 16}
+# A tensor that every plain ViT of timm has, by which prefixes of trainers are recognised.
+_PATCHES = "patch_embed.proj.weight"
 
 
 def read_weights(path: Path) -> ModelFile:
@@ -33,7 +39,7 @@ def read_weights(path: Path) -> ModelFile:
     return ModelFile(weights)
 
 
-def remove_prefix(weights: StateDict, name: str) -> StateDict:
+def remove_prefix(weights: StateDict, name: str = _PATCHES) -> StateDict:
     """Remove the prefix of DataParallel ("module."), torch.compile, Lightning and others, and the
     weights outside the network, one of whose tensors has this name."""
     prefixes = [each.removesuffix(name) for each in weights if each.endswith(name)]
@@ -90,32 +96,68 @@ def check_fit(model: nn.Module, weights: StateDict, *, origin: str) -> None:
         raise ValueError(f"{origin} does not fit this model in {len(names)} tensors: {differences}")
 
 
-def infer_architecture(weights: StateDict, *, origin: str) -> Architecture:
-    """Infer arguments of a VisionTransformer from timm's names and the shapes of its weights. They
-    don't tell the size of images, the number of heads, the pooling, and whether prefix tokens have
-    positions."""
+def infer_architecture(
+    weights: StateDict,
+    *,
+    origin: str,
+    num_heads: int | None = None,
+    img_size: tuple[int, int] | None = None,
+) -> Architecture:
+    """Infer the arguments of a VisionTransformer from timm's names and the shapes of its weights.
+
+    Args:
+        num_heads: None: that of the published ViTs of this width, with a warning.
+        img_size: Height and width of the images. None: the patch grid is square.
+    """
     try:
-        embed_dim, in_chans, *patch_size = weights["patch_embed.proj.weight"].shape
+        embed_dim, in_chans, *patch_size = weights[_PATCHES].shape
+        num_positions = weights["pos_embed"].shape[1]
         hidden_dim = weights["blocks.0.mlp.fc1.weight"].shape[0]
     except (KeyError, ValueError):
         raise ValueError(
             f"{origin} is not a plain vision transformer with timm's names, but holds "
             f"{', '.join(list(weights)[:3])} …; give its module: vit.load_bundle(path, model=…)"
         ) from None
+
+    class_token = "cls_token" in weights
+    reg_tokens = weights.get("reg_token", torch.empty(1, 0)).shape[1]
+    fc_norm = "fc_norm.weight" in weights
+    num_prefix_tokens = class_token + reg_tokens
+    # If the number of positions is a square, the prefix tokens have none.
+    no_embed_class = num_prefix_tokens > 0 and math.isqrt(num_positions) ** 2 == num_positions
+    if img_size is None:
+        side = math.isqrt(num_positions - (0 if no_embed_class else num_prefix_tokens))
+        # Other grids than square ones don't fit.
+        img_size = (side * patch_size[0], side * patch_size[1])
     return {
+        "img_size": img_size,
         "patch_size": tuple(patch_size),
         "in_chans": in_chans,
         "num_classes": len(weights.get("head.weight", ())),
         "embed_dim": embed_dim,
         "depth": _count_blocks(weights),
+        "num_heads": num_heads or _find_num_heads(embed_dim, origin),
         "mlp_ratio": hidden_dim / embed_dim,
         "qkv_bias": "blocks.0.attn.qkv.bias" in weights,
         "qk_norm": "blocks.0.attn.q_norm.weight" in weights,
-        "class_token": "cls_token" in weights,
-        "fc_norm": "fc_norm.weight" in weights,
-        "reg_tokens": weights.get("reg_token", torch.empty(1, 0)).shape[1],
+        "init_values": 1e-5 if "blocks.0.ls1.gamma" in weights else None,
+        "global_pool": "token" if class_token and not fc_norm else "avg",
+        "class_token": class_token,
+        "fc_norm": fc_norm,
+        "no_embed_class": no_embed_class,
+        "reg_tokens": reg_tokens,
     }
 
 
 def _count_blocks(weights: StateDict) -> int:
     return len({name.split(".")[1] for name in weights if name.startswith("blocks.")})
+
+
+def _find_num_heads(embed_dim: int, origin: str) -> int:
+    unknown = f"{origin} doesn't say how many attention heads share its {embed_dim} channels"
+    cure = "give its module: vit.load_bundle(path, model=vit.VisionTransformer(…))"
+    published = _PUBLISHED_HEADS.get(embed_dim)
+    if published is None:
+        raise ValueError(f"{unknown}; {cure}")
+    warnings.warn(f"{unknown}; {published} are taken. For others, {cure}", stacklevel=2)
+    return published

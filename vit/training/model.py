@@ -26,7 +26,7 @@ def build_model(config: Config, *, num_classes: int) -> tuple[VisionTransformer,
 
 def _load_model(
     config: Config, init: str, num_classes: int
-) -> tuple[VisionTransformer, Preprocess]:
+) -> tuple[VisionTransformer, Preprocess | None]:
     """Load weights, and give the model the image size of the configuration."""
     # timm takes seconds to import
     from vit.model.modules import load_pretrained
@@ -48,7 +48,7 @@ def _load_model(
             raise ValueError(f"model.{key} {value}: the weights of --init have {held}")
     if config.data.image_size is not None:
         model.set_input_size(config.data.image_size)
-    return model, Preprocess.from_dict(values)
+    return model, Preprocess.from_dict(values) if values else None
 
 
 def set_up_training(config: Config, model: VisionTransformer) -> None:

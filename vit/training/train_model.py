@@ -79,8 +79,8 @@ def train(
         overrides: Changes of the configuration, such as ["train.epochs=20"] or
             {"train.epochs": 20}; vit/config.py lists the keys.
         init: Weights to start from: "timm:NAME", a folder of timm or Hugging
-            Face, a model file or a run. None: random weights, or those of
-            `model.init`.
+            Face, a file of weights, a model file or a run. None: random
+            weights, or those of `model.init`.
         minutes: Minutes of training. None: where `config` names images, 5 on a
             CPU and 20 on a GPU.
         group_by: Groups that stay in one split (an animal, a site): 1 for
