@@ -62,16 +62,20 @@ class Contrast(NamedTuple):
 
 def choose_mistakes(scores: Scores, count: int) -> list[Mistake]:
     """Choose up to `count` of the clearest mistakes: the most confident wrong classes; or the
-    labels whose probability is farthest from the truth."""
+    labels whose probability is farthest from the truth, one of each label in turn."""
     if scores.is_multilabel:
         images, places = np.nonzero(scores.labels != scores.predicted)
         predicted, is_missed = places, scores.labels[images, places]
         clarity = np.abs(scores.labels - scores.probabilities)[images, places]
+        # how many mistakes of the same label are clearer
+        ordered, by_label = np.sort(places), np.lexsort((-clarity, places))
+        turns = (np.arange(len(places)) - ordered.searchsorted(ordered))[by_label.argsort()]
     else:
         images = np.flatnonzero(~scores.correct)
         places, predicted = scores.labels[images], scores.predicted[images]
         clarity, is_missed = scores.confidence[images], np.ones(len(images), bool)
-    chosen = np.argsort(-clarity, kind="stable")[:count]
+        turns = np.zeros(len(images), int)
+    chosen = np.lexsort((-clarity, turns))[:count]
     columns = (column[chosen].tolist() for column in (images, places, predicted, is_missed))
     return [Mistake(*row) for row in zip(*columns, strict=True)]
 
