@@ -43,6 +43,29 @@ def read(images: Any) -> list[tuple[str, int | None]]:
     return found
 
 
+def write_table(photos: Path, suffix: str, labels: str) -> Path:
+    rows = [(f"{number}.png", "cat") for number in (*range(_COUNT), 9)]
+    path = photos / f"table{suffix}"
+    sign = ";" if suffix == ".csv" else "\t"
+    lines = [("image", labels), *rows]
+    path.write_text("".join(f"{sign.join(row[: 1 + bool(labels)])}\n" for row in lines))
+    return path
+
+
+EXPECTED = [0, 1, None, 3, 4]
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".tsv"])
+@pytest.mark.parametrize("labels", ["label", ""])
+def test_tables_with_and_without_labels(photos: Path, suffix: str, labels: str) -> None:
+    table = write_table(photos, suffix, labels)
+    found = read(table)
+    assert [grey for _, grey in found] == [*EXPECTED, None]
+    assert [name for name, _ in found[:_COUNT]] == [
+        str(photos / f"{number}.png") for number in range(_COUNT)
+    ]
+
+
 def test_paths_and_images_in_memory_are_mixed(photos: Path) -> None:
     assert read([grey(3), str(photos / "1.png"), np.asarray(grey(4))]) == [
         ("image 0", 3), (str(photos / "1.png"), 1), ("image 2", 4),

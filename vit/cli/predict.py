@@ -32,7 +32,7 @@ def predict(
     An unreadable image gets a line with an error. If none can be read, the exit code is 1.
 
     Args:
-        images: Files or folders, or - for a list of them on standard input. Models before
+        images: Files, folders or tables, or - for a list of them on standard input. Models before
             them (runs, model files, timm:NAME) are averaged with MODEL.
         top_k: Classes for each image. None: 5.
         engine: local, or ray: a cluster, which reads folders, .csv, Parquet and addresses, and

@@ -16,6 +16,7 @@ from PIL import Image
 from vit.bundle import Bundle, ModelLike, Models, keeps_mode, open_model, require_classifier
 from vit.data.images import ImageInputs, list_images, open_pixels, read_image
 from vit.data.preprocess import Preprocess
+from vit.data.sources.tables import is_table, list_rows
 from vit.model.logits import count_features
 from vit.prediction.conformal import compute_p_values, predict_sets
 from vit.prediction.decision import compute_probabilities, decide_labels, rank_classes
@@ -24,6 +25,7 @@ from vit.prediction.predictor import BatchPredictor, Pixels, read_from
 from vit.prediction.probabilities import Float32s
 from vit.prediction.records import COLUMNS, Prediction, PredictionResult, write_output
 from vit.runtime.arguments import check_minimum
+from vit.runtime.files import expand_home
 
 # name of a column → an array with an entry for each image
 Columns = dict[str, Any]
@@ -248,8 +250,8 @@ def predict(
     Args:
         model: See `vit.evaluate`.
         images: Files, folders, PIL images, uint8 arrays [H, W, 3] or
-            [n, H, W, 3], or one of them; also data sets in Python. Labels
-            aren't needed.
+            [n, H, W, 3], or one of them; also tables that name images, and
+            data sets in Python. Labels aren't needed.
         top_k: Classes for each image.
         output: File to write as predictions are made: FILE.jsonl or FILE.csv.
             The result then holds no predictions.
@@ -287,9 +289,20 @@ def predict(
 
 def list_inputs(images: ImageInputs) -> Iterator[tuple[str, str | Image.Image]]:
     """Yield the name of each image, and its path or the upright image, as they are needed. Raises
-    ValueError or OSError for a single folder without images."""
-    for number, image in enumerate(list_images(images)):
+    ValueError or OSError for a single folder without images, or a table."""
+    listed: Iterable[str | Image.Image] = _list_tables(images)
+    if isinstance(images, list | tuple):
+        # in a list, reading a folder says why it has no images
+        listed = chain.from_iterable(_list_tables(each, in_list=True) for each in images)
+    for number, image in enumerate(listed):
         yield (image if isinstance(image, str) else f"image {number}"), image
+
+
+def _list_tables(images: ImageInputs, *, in_list: bool = False) -> Iterator[str | Image.Image]:
+    """List the images that a table names, whether it has labels or not, or those of `list_images`."""
+    if isinstance(images, str | Path) and is_table(expand_home(images)):
+        return list_rows(expand_home(images))
+    return list_images([images] if in_list else images)
 
 
 def iterate_predictions(

@@ -1,4 +1,4 @@
-"""CSV tables of image files and their classes.
+"""CSV tables of image files, with or without their classes.
 
 A table is read as it is written. A column with another name than the known ones is named by the
 user, and an image is found by its path, its file name, or its name without the suffix.
@@ -8,7 +8,8 @@ import csv
 import io
 import os
 import posixpath
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain, compress
 from pathlib import Path
 
@@ -205,3 +206,19 @@ def _read_label(row: Row, columns: Sequence[str], *, several: bool) -> str | tup
             " data.task=multilabel"
         )
     return value
+
+
+def list_rows(path: Path) -> Iterator[str]:
+    """Yield the image file that each row of a table names; what is written where there is no such
+    file. Raises ValueError without a column of images."""
+    rows, _ = _read_table(path)
+    columns = [name for name in next(iter(rows.values())) if name.lower() in _PATHS]
+    if not columns:
+        raise ValueError(f"{path} has no column {', '.join(_PATHS)}; name one so")
+    find_file = _make_finder(path.parent, list_below(path.parent))
+    for row in rows.values():
+        written = row[columns[0]]
+        # reading the file names the fault
+        with suppress(ValueError):
+            written = find_file(written)
+        yield os.path.join(path.parent, written)
