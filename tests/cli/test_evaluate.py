@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from tests.conftest import Launcher, Outcome, SaveModel
@@ -195,6 +196,39 @@ def test_an_operating_point_is_told_and_kept_in_a_copy_of_the_model(
         for row in rows:
             if row["label"] == "bee" and row["predicted"] != "bee":
                 assert float(row["probability of bee"]) < threshold
+
+
+@pytest.mark.chaos
+def test_processes_share_the_work_and_leave_the_same_metrics(
+    cli: Launcher, model_file: Path, tmp_path: Path
+) -> None:
+    arguments = [
+        "--batch-size",
+        "5",
+        "--device",
+        "cpu",
+        "--precision",
+        "float32",
+    ]
+    cli.finish(
+        cli.start("evaluate", model_file, "--output", tmp_path / "two", *arguments, processes=2)
+    )
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        code, _, _ = cli.run("evaluate", model_file, "--output", tmp_path / "one", *arguments)
+    finally:
+        torch.set_num_threads(threads)
+    assert code == 0
+    assert (tmp_path / "one" / "predictions.csv").read_bytes() == (
+        tmp_path / "two" / "predictions.csv"
+    ).read_bytes()
+    one, two = (
+        json.loads((tmp_path / name / "evaluation.json").read_text()) for name in ("one", "two")
+    )
+    assert two["conditions"]["processes"] == "2"
+    for name in one.keys() - {"conditions"}:
+        assert one[name] == two[name], name
 
 
 @pytest.mark.parametrize(

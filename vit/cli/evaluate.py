@@ -13,6 +13,8 @@ def evaluate(result: Any, output: Path) -> None:
     Writes report.html, evaluation.json, predictions.csv, and predictions.npz for vit compare. The
     probabilities of several models are averaged.
     """
+    if not result.is_main:
+        return
     evaluation = result.evaluation
     rows = evaluation.list_rows()
     title = f"{evaluation.num_images:,} images of {evaluation.data} ({evaluation.split})"

@@ -29,6 +29,7 @@ from vit.prediction.predictor import BatchPredictor
 from vit.prediction.probabilities import Float32s
 from vit.runtime.arguments import check_minimum
 from vit.runtime.device import describe_device
+from vit.runtime.processes import current_process, join_processes
 from vit.runtime.progress import show_progress
 from vit.runtime.version import collect_versions
 
@@ -122,69 +123,72 @@ def evaluate(
         group_by=group_by,
     )
     check_data(data, dataset, image_rule)
-    bundle = open_model(model, device=device, class_names=class_names)
-    require_classifier(bundle)
-    rule = None
-    if operating_point is not None:
-        rule = parse_rule(operating_point, bundle)
-    splits = open_data(bundle, data, root, dataset, rule=image_rule)
-    # the probes of the folds have not seen the images that they predict
-    found = None
-    if data is None and dataset is None and split is None:
-        found = _load_out_of_fold(bundle)
-    if found is not None:
-        split = "train"
-    elif rule is not None and (split or splits.default_split) in ("validation", "all"):
-        raise ValueError(
-            "--operating-point is chosen on the validation images, which can't measure it, too;"
-            " add --split test"
+    # in a process group all processes share the images
+    with join_processes(device) as (_, device_name):
+        bundle = open_model(model, device=device_name, class_names=class_names)
+        require_classifier(bundle)
+        rule = None
+        if operating_point is not None:
+            rule = parse_rule(operating_point, bundle)
+        splits = open_data(bundle, data, root, dataset, rule=image_rule)
+        # the probes of the folds have not seen the images that they predict
+        found = None
+        if data is None and dataset is None and split is None:
+            found = _load_out_of_fold(bundle)
+        if found is not None:
+            split = "train"
+        elif rule is not None and (split or splits.default_split) in ("validation", "all"):
+            raise ValueError(
+                "--operating-point is chosen on the validation images, which can't measure it, too;"
+                " add --split test"
+            )
+        source = splits.split(split)
+        columns = [by] if isinstance(by, str) else by
+        values = {column: read_values(source, column) for column in columns}
+        # All images are decoded before anything is computed: errors in them are reported first.
+        images = load_images(bundle, splits, split)
+        # one predictor for all passes: the batch size changes the last bits of logits
+        predictor = BatchPredictor.from_bundle(bundle, batch_size=batch_size, precision=precision)
+        notes = list(images.dataset.notes)
+        logits = None
+        if found is not None:
+            notes.append(
+                "each image is predicted by a linear probe that has seen neither it nor its group;"
+                " the model itself is trained on all images; intervals may be a little too narrow,"
+                " because the probes share training images (Bates, Hastie & Tibshirani 2021)"
+            )
+            images, logits = _select(images, found), found.logits
+        # the operating point changes what is predicted, but no logits
+        fitted = bundle
+        if rule is not None:
+            deciding, found_logits = images, logits
+            if found_logits is None:
+                deciding = load_images(bundle, splits, "validation")
+                found_logits = _predict(predictor, deciding, title="deciding")
+            fitted, said = choose_operating_point(bundle, rule, deciding, found_logits)
+            notes += said
+        notes += _describe_images(fitted, images)
+        if logits is None:
+            logits = _predict(predictor, images, title="evaluating")
+        scores, evaluation = _measure(
+            fitted,
+            images,
+            logits,
+            values,
+            data=printable(splits.title),
+            notes=notes,
+            conditions=_describe_conditions(predictor),
         )
-    source = splits.split(split)
-    columns = [by] if isinstance(by, str) else by
-    values = {column: read_values(source, column) for column in columns}
-    # All images are decoded before anything is computed: errors in them are reported first.
-    images = load_images(bundle, splits, split)
-    # one predictor for all passes: the batch size changes the last bits of logits
-    predictor = BatchPredictor.from_bundle(bundle, batch_size=batch_size, precision=precision)
-    notes = list(images.dataset.notes)
-    logits = None
-    if found is not None:
-        notes.append(
-            "each image is predicted by a linear probe that has seen neither it nor its group;"
-            " the model itself is trained on all images; intervals may be a little too narrow,"
-            " because the probes share training images (Bates, Hastie & Tibshirani 2021)"
+        return EvaluationResult(
+            evaluation,
+            scores,
+            logits,
+            images,
+            fitted,
+            num_examples=num_examples,
+            is_main=current_process().is_main,
+            has_new_values=rule is not None,
         )
-        images, logits = _select(images, found), found.logits
-    # the operating point changes what is predicted, but no logits
-    fitted = bundle
-    if rule is not None:
-        deciding, found_logits = images, logits
-        if found_logits is None:
-            deciding = load_images(bundle, splits, "validation")
-            found_logits = _predict(predictor, deciding, title="deciding")
-        fitted, said = choose_operating_point(bundle, rule, deciding, found_logits)
-        notes += said
-    notes += _describe_images(fitted, images)
-    if logits is None:
-        logits = _predict(predictor, images, title="evaluating")
-    scores, evaluation = _measure(
-        fitted,
-        images,
-        logits,
-        values,
-        data=printable(splits.title),
-        notes=notes,
-        conditions=_describe_conditions(predictor),
-    )
-    return EvaluationResult(
-        evaluation,
-        scores,
-        logits,
-        images,
-        fitted,
-        num_examples=num_examples,
-        has_new_values=rule is not None,
-    )
 
 
 def _load_out_of_fold(bundle: Bundle) -> Predictions | None:
@@ -284,13 +288,14 @@ def _measure(
 
 
 def _predict(predictor: BatchPredictor, images: EvaluationSet, *, title: str) -> Float32s:
-    with show_progress(title, len(images)) as advance:
+    with show_progress(title, len(images), shown=current_process().is_main) as advance:
         return predictor.predict(images.read, count=len(images), on_progress=advance)
 
 
 def _describe_conditions(predictor: BatchPredictor) -> dict[str, str]:
     return {
         "device": describe_device(predictor.device),
+        "processes": str(current_process().world_size),
         "precision": predictor.precision,
         "batch size": str(predictor.batch_size),
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),

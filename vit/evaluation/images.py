@@ -78,9 +78,12 @@ def find_labels(dataset: ImageDataset, model_classes: Sequence[str]) -> Ints | B
     occurring = [dataset.class_names[label] for label in np.flatnonzero(dataset.class_counts)]
     unknown = [name for name in occurring if name not in places]
     if unknown:
+        hint = ""
+        if model_classes[0] == "class 0":
+            hint = "; name its classes, in order, by vit.load_bundle(model, class_names=…)"
         raise ValueError(
             f"the model doesn't know {shorten(', '.join(map(repr, unknown)))} of this data; it"
-            f" knows {shorten(', '.join(map(repr, model_classes)))}"
+            f" knows {shorten(', '.join(map(repr, model_classes)))}{hint}"
         )
     indices = np.array([places.get(name, -1) for name in dataset.class_names], dtype=np.int64)
     if not dataset.is_multilabel:

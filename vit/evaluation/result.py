@@ -228,6 +228,7 @@ class EvaluationResult(Result):
         images: The images.
         bundle: The model, with its operating point.
         num_examples: Errors that the report shows.
+        is_main: True in the process that writes files.
         has_new_values: True if the operating point is new; `save` writes a model file with it.
     """
 
@@ -237,6 +238,7 @@ class EvaluationResult(Result):
     images: EvaluationSet
     bundle: Bundle
     num_examples: int = 16
+    is_main: bool = True
     has_new_values: bool = False
 
     def __repr__(self) -> str:
@@ -302,6 +304,11 @@ class EvaluationResult(Result):
             sha256 = compute_sha256(path.with_name(MODEL_FILE))
             evaluation = evaluation.model_copy(update={"model_sha256": sha256})
         path.write_text(format_json(evaluation.model_dump(mode="json")), encoding="utf-8")
+
+    def save(self, directory: str | Path, *, overwrite: bool = False) -> None:
+        """Write the files in the main process. See `Result.save`."""
+        if self.is_main:
+            super().save(directory, overwrite=overwrite)
 
 
 def find_evaluation(model: str, sha256: str) -> Evaluation | None:
