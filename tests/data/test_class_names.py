@@ -54,6 +54,6 @@ def test_folders_of_wordnet_ids_show_words(make_folder: MakeFolder) -> None:
     assert chosen.split("train").class_names == ("chain saw", "crane")
 
     # names of the user's come first
-    rule = ImageRule(class_names={wnids[1]: "saw"}, classes=["saw", wnids[0]])
+    rule = ImageRule(class_names={wnids[1]: "saw"}, classes=["saw", words[0]])
     own = open_dataset("folder", root=root, rule=rule)
     assert own.split("train").class_names == (wnids[0], "saw")

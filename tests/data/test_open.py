@@ -88,7 +88,7 @@ def test_a_subset_of_classes_is_renumbered_in_the_sources_order() -> None:
             {"name": "digits", "rule": ImageRule(classes=["11", "1"])},
             "unknown class of data.classes '11'",
         ),
-        ({"name": "digits", "rule": ImageRule(classes=["1"])}, "fewer than two classes: '1'"),
+        ({"name": "digits", "rule": ImageRule(classes=["1"])}, "classes: '1'; keep more of them"),
         ({"name": "folder"}, "data.name=folder needs data.root"),
         ({"name": "cifar10", "root": "/absent"}, "data.root /absent is not a folder"),
     ],

@@ -85,6 +85,7 @@ def test_several_labels_an_image() -> None:
         ((PIXELS, [0.5] * COUNT), None, "are 0.5, not class names"),
         ((PIXELS, [1, 2] * 6), None, "are 1, 2, not .* integers that count"),
         ((PIXELS, NAMES), "multilabel", "for several labels"),
+        ((PIXELS, NUMBERS), "multilabel", "are 0, 1, 2, not .* for several labels"),
         # marks, or numbers of classes?
         ((PIXELS, np.eye(3, dtype=int)[NUMBERS]), None, "for several labels lists of their names"),
         ([("a.png", "red")], None, "item 0 of dataset is a str, not an image"),

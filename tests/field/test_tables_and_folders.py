@@ -104,6 +104,13 @@ def fill(
     return (end.join(lines) + end).encode(encoding)
 
 
+def test_zero_bytes_are_in_no_label(tmp_path: Path) -> None:
+    save_all(tmp_path, "a/0.png", "b/0.png")
+    table = write(tmp_path / "t.csv", "path,label\na/0.png,a\nb/0.png,a\0\n")
+    with pytest.raises(ValueError, match="holds zero bytes, no text; save it as CSV"):
+        read(table)
+
+
 # ---- whatever a table looks like, no image gets the label of another one
 
 

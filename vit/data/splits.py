@@ -230,7 +230,9 @@ def number_listing(listing: Listing, rule: ImageRule, *, name: str, title: str) 
         words = find_wordnet_names(names)
     kept = names
     if rule.classes is not None:
-        kept = choose_classes(names, rule.classes, name_classes(names, words))
+        kept = choose_classes(
+            names, rule.classes, name_classes(names, {**find_wordnet_names(names), **words})
+        )
     chosen = np.arange(len(splits))
     if are_sets:
         labels = mark_labels(listing.labels, names)[:, np.isin(names, kept)]
@@ -254,10 +256,10 @@ def number_listing(listing: Listing, rule: ImageRule, *, name: str, title: str) 
             )
     if is_trained.sum() < 2:
         used = shorten(", ".join(repr(kept[place]) for place in np.flatnonzero(is_trained)))
-        raise ValueError(
-            f"{title} has images of fewer than two classes: {used or 'none'}; name the folder that"
-            " holds the folders of classes, or add images of another class"
-        )
+        hint = "name the folder that holds the folders of classes, or add images of another class"
+        if len(kept) < len(names):
+            hint = "keep more of them in data.classes"
+        raise ValueError(f"{title} has images of fewer than two classes: {used or 'none'}; {hint}")
 
     notes = list(listing.notes)
     if {"validation", "test"} & set(splits) == {"validation"} and not listing.keeps_validation:

@@ -73,6 +73,17 @@ def test_a_set_may_be_called_as_torchvision_calls_it(cifar_root: Path) -> None:
         open_dataset("torchvision:SVHN")
 
 
+@pytest.mark.parametrize("content", [b"", b"\0\0\x0a\x03" * 5, bytes(range(200))])
+def test_damaged_files_without_a_checksum_are_named(tmp_path: Path, content: bytes) -> None:
+    raw = tmp_path / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for split in ("train", "t10k"):
+        for kind in ("images-idx3", "labels-idx1"):
+            (raw / f"{split}-{kind}-ubyte").write_bytes(content)
+    with pytest.raises(ValueError, match=r"the files of mnist in .* can't be read .*copy them"):
+        open_dataset("mnist", root=tmp_path)
+
+
 def write_idx(path: Path, values: np.ndarray) -> None:
     header = bytes([0, 0, 8, values.ndim]) + np.array(values.shape, dtype=">u4").tobytes()
     content = header + values.astype(np.uint8).tobytes()

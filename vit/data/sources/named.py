@@ -24,8 +24,10 @@ _TORCHVISION = {
     "mnist": "MNIST",
     "fashion_mnist": "FashionMNIST",
 }
-# torchvision's errors for a file that is missing, or has another checksum or another length
-_DAMAGED = (RuntimeError, OSError, AssertionError)
+# torchvision's errors for a file that is missing, or has another checksum or another length; and for
+# one without a checksum that holds something else
+_MISSING = (RuntimeError, OSError)
+_DAMAGED = (AssertionError, ValueError, TypeError, LookupError)
 # bytes of an unpacked idx file, of which the largest has 47 MB
 _MAX_UNPACKED = 1 << 30
 NAMED = ("digits", "imagenette", "imagenet", *_TORCHVISION)
@@ -86,14 +88,14 @@ def _open_or_download(
     """Open torchvision's data set in `folder`; download it (with its checksum) if it is missing.
     Raises OSError if that fails; the message says how to do it by hand."""
     # without download=True no network is used
-    with suppress(*_DAMAGED):
+    with suppress(*_MISSING):
         return open_set()
     if not download:
         raise OSError(f"{name} is not on this machine; to download it, name it (--data {name})")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         return open_set(download=True)
-    except _DAMAGED as error:
+    except _MISSING as error:
         # torchvision's message has a line for each mirror
         reason = " ".join(str(error).split())
         raise OSError(
@@ -124,7 +126,11 @@ def _list_torchvision(name: str, folder: Path, *, download: bool) -> Listing:
             targets = _read_idx(folder, f"{prefix}-labels?idx1-ubyte*")
         else:
             open_split = partial(dataset_class, folder, train=split == "train")
-            dataset = _open_or_download(open_split, name, folder, download=download)
+            try:
+                dataset = _open_or_download(open_split, name, folder, download=download)
+            except _DAMAGED as error:
+                text = f"the files of {name} in {folder} can't be read ({first_line(error)})"
+                raise ValueError(f"{text}; copy them again") from error
             names = dataset.classes
             images, targets = np.asarray(dataset.data), np.asarray(dataset.targets)
         if len(images) != len(targets) or targets.max(initial=0) >= len(names):

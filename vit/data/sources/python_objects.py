@@ -157,7 +157,7 @@ def _name_labels(
         flat = list(chain.from_iterable(labels))
         labels = list(map(tuple, labels))
         known = known or sorted(set(flat))
-    elif all(isinstance(label, int) for label in labels):
+    elif task != "multilabel" and all(isinstance(label, int) for label in labels):
         # without names, the labels count the classes
         known = known or [f"class {place}" for place in range(len(set(labels)))]
         if 0 <= min(labels) <= max(labels) < len(known):

@@ -56,6 +56,9 @@ def _read_table(path: Path) -> tuple[dict[int, Row], list[str]]:
     except UnicodeDecodeError:
         text = content.decode("cp1252", "replace")
         notes = [f"{path.name} is not UTF-8 and was read as Windows-1252; check accented letters"]
+    # UTF-32, a workbook, or a damaged file, whose labels would be other ones
+    if "\0" in text:
+        raise ValueError(f"{path} holds zero bytes, no text; save it as CSV (UTF-8)")
     header = text.partition("\n")[0]
     delimiter = max(",;\t|", key=header.count)
     reader = csv.DictReader(io.StringIO(text, newline=""), restval="", delimiter=delimiter)
