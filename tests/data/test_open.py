@@ -187,6 +187,23 @@ def test_another_folder_is_used_whole_unless_it_has_a_test_split(make_folder: Ma
     assert (source.split, len(source)) == ("test", 4)
 
 
+def test_other_images_are_labelled_as_those_of_the_training_were(make_folder: MakeFolder) -> None:
+    root = make_folder(*[f"cat.{n}.png" for n in range(2)], *[f"dog.{n}.png" for n in range(2)])
+    recorded: dict[str, Any] = {"name": "folder", "root": "/elsewhere", "label_by": "([a-z]+)[.]"}
+    assert open_for_model(root, recorded=recorded).split().class_names == ("cat", "dog")
+    table = root / "new.csv"
+    table.write_text(
+        "path,label,patient,part\ncat.0,cat,o,train\ncat.1,cat,p,test\n"
+        "dog.0,dog,q,test\ndog.1,dog,r,train\n"
+    )
+    recorded |= {"group_column": "patient", "split_column": "part"}
+    images = open_for_model(table, recorded=recorded).split()
+    assert (images.ids, images.groups) == (["cat.1.png", "dog.0.png"], ["p", "q"])
+    # what the user names comes first
+    named = open_for_model(table, recorded=recorded, rule=ImageRule(label_column="label"))
+    assert named.split("all").groups is None
+
+
 @pytest.mark.parametrize(
     ("config", "text"),
     [

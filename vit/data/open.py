@@ -11,6 +11,7 @@ from vit.data.sources.base import Listing, Root
 from vit.data.sources.named import NAMED, find_named, name_plainly
 from vit.data.sources.python_objects import FROM_PYTHON, find_python_objects
 from vit.data.sources.shards import is_remote
+from vit.data.sources.tables import find_table
 from vit.data.splits import DatasetSplits, number_listing
 from vit.runtime.arguments import HIDDEN, check_choice, hide_tokens
 from vit.runtime.files import expand_home
@@ -108,7 +109,8 @@ def open_for_model(
 ) -> DatasetSplits:
     """Open the images on which a trained model is evaluated or explained: `data`, a name or a place,
     or by default those of its training, which its file has `recorded`, see
-    `vit.bundle.Bundle.recorded_images`. Raises ValueError if there are none.
+    `vit.bundle.Bundle.recorded_images`. Other images are labelled by the training's columns, unless
+    the rule names some. Raises ValueError if there are none.
 
     The default split is "test", and "all" for files without one: as far as we know, the model has
     seen none of it. Classes get the names that the model has for them. Nothing is downloaded
@@ -155,6 +157,13 @@ def open_for_model(
     kind = require_kind(data)
     is_named = kind in NAMED
     task = rule.task or recorded.get("task")
+    # without the columns of the training, patients would count as many, and a table's training
+    # images as new ones
+    if kind == "folder" and not rule.finds_labels:
+        is_table = find_table(expand_home(str(data))) is not None
+        shared = [name for name in LABEL_FIELDS if is_table == (name != "label_by")]
+        found: dict[str, Any] = {name: recorded.get(name) for name in shared}
+        rule = replace(rule, **found)
     rule = replace(rule, class_names=mappings.get("class_names"), task=task)
     splits = open_dataset(kind, root=root if is_named else data, rule=rule)
     has_test = is_named or "test" in splits.own_splits
@@ -166,5 +175,5 @@ def _is_same(data: str, recorded: Mapping[str, Any]) -> bool:
     root = recorded.get("root")
     name = name_plainly(data)
     if name in NAMED or root is None:
-        return name == name_plainly(str(recorded.get("name")))
+        return name == name_plainly(str(recorded.get("name", "")))
     return expand_home(hide_tokens(data)).resolve() == expand_home(root).resolve()
