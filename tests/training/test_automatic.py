@@ -16,6 +16,7 @@ from tests.recipe_step import RECIPE_NAMES
 from vit.bundle import load_bundle
 from vit.config import load_config
 from vit.training.automatic import choose_config
+from vit.training.recipe import find_recipe
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +65,9 @@ def test_few_photographs_get_a_small_model_and_many_epochs(photos: Path) -> None
     config, choices, _ = choose_config(photos)
     assert (config.data.image_size, config.model.patch_size) == (64, 8)  # of 90 × 100 pixels
     assert config.augment.resized_crop_scale == (0.35, 1.0)
+    assert (config.augment.cutmix, config.optimizer.weight_decay) == (1.0, 0.1)
+    recipe = load_config(find_recipe("folder/small"))  # which is trained by its name as it is
+    assert (recipe.augment.cutmix, recipe.optimizer.weight_decay) == (0.0, 0.01)
     assert config.train.batch_size == 8  # of 44
     assert config.train.image_sizes is None
     assert config.train.epochs == 150
