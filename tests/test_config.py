@@ -93,6 +93,7 @@ def test_every_shipped_recipe_is_valid(path: Path) -> None:
         ("train.calibrate=true", r"train\.calibrate; .* Leave out keys of old versions"),
         ("train.epochs=three", r"train\.epochs: .*integer.*'three'"),
         ("train.epochs=0", r"train\.epochs: .*greater than 0"),
+        ("data.image_size=30", r"data\.image_size 30 .* model.patch_size 4; try 32"),
         ("train.image_sizes=[[0.5, 1.5]]", r"train\.image_sizes.*less than or equal to 1"),
         ("train.image_sizes=[[0.5, 0]]", r"train\.image_sizes.*greater than 0"),
         ("train.patch_drop_rates=[[0.5, 1]]", r"train\.patch_drop_rates.*less than 1"),

@@ -236,6 +236,19 @@ class Config(_Section):
     schedule: ScheduleConfig = ScheduleConfig()
     train: TrainConfig = TrainConfig()
 
+    @model_validator(mode="after")
+    def _check_image_size(self) -> Self:
+        # Weights of model.init have their own patches, which are checked when they are loaded.
+        if self.model.init is None:
+            patches = as_pair(self.model.patch_size, name="model.patch_size")
+            for side, patch in zip(self.data.size, patches, strict=True):
+                if rest := side % patch:
+                    raise ValueError(
+                        f"data.image_size {side} is not a multiple of model.patch_size {patch};"
+                        f" try {side + patch - rest}"
+                    )
+        return self
+
     def with_data(self, **changes: Any) -> Self:
         """Return a copy with other values in the section `data`."""
         return self.model_copy(update={"data": self.data.model_copy(update=changes)})
@@ -308,6 +321,8 @@ def _explain(error: Any) -> str:
         near += difflib.get_close_matches(shorten(key), known, n=1, cutoff=0)
         return f"unknown key {shorten(key)}; did you mean {near[0]}? Leave out keys of old versions"
     message: str = error["msg"].removeprefix("Value error, ")
+    if not key:
+        return message
     if error["type"] == "list_type":
         message += ' (as JSON, such as ["cat", "dog"])'
     return f"{shorten(key)}: {message}, not {shorten(repr(error['input']))}"

@@ -160,7 +160,7 @@ def test_results_have_a_place(
     [
         (["train.epohcs=3"], "did you mean train.epochs?"),
         (["train.epochs=three"], "train.epochs"),
-        (["data.image_size=30"], "img_size (30, 30) is not a multiple of patch_size"),
+        (["data.image_size=30"], "try 32"),
         (["data.name=folder"], "data.root"),
         (["data.name=folder", "data.root=/nowhere"], "/nowhere"),
         (["train.device=cuda:7"], "cuda:7"),

@@ -89,7 +89,7 @@ class TestGeometry:
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
-            ({"img_size": 30}, r"img_size \(30, 30\) is not a multiple of patch_size \(4, 4\)"),
+            ({"img_size": 30}, r"not a multiple of patch_size \(4, 4\); try \(32, 32\)"),
             (
                 {"img_size": (8, 8, 8)},
                 r"img_size \(8, 8, 8\) is neither a number from 1 to 16,384 nor two",

@@ -56,8 +56,13 @@ class PatchEmbed(nn.Module):
     def set_input_size(self, img_size: Size) -> None:
         """Change the size of images. See `VisionTransformer.set_input_size`."""
         sides = as_pair(img_size, name="img_size")
-        if sides[0] % self.patch_size[0] or sides[1] % self.patch_size[1]:
-            raise ValueError(f"img_size {sides} is not a multiple of patch_size {self.patch_size}")
+        larger = tuple(
+            -(-side // patch) * patch for side, patch in zip(sides, self.patch_size, strict=True)
+        )
+        if sides != larger:
+            raise ValueError(
+                f"img_size {sides} is not a multiple of patch_size {self.patch_size}; try {larger}"
+            )
         self.img_size = sides
 
     def forward(self, images: Images) -> Float[Tensor, "B P D"]:
