@@ -127,12 +127,16 @@ def test_weights_that_do_not_fit_their_architecture_are_refused(path: Path) -> N
 
 def test_files_of_earlier_versions_open_or_say_what_to_do(path: Path) -> None:
     content = read_model_file(path)
-    for distilled in (False, True):
-        architecture = content.metadata["architecture"] | {"distilled": distilled}
+    for change, gone in (
+        ({"distilled": False}, ""),
+        ({"distilled": True}, "distilled model"),
+        ({"mlp": "swiglu"}, "model with mlp=swiglu"),
+    ):
+        architecture = content.metadata["architecture"] | change
         metadata = {**content.metadata, "architecture": architecture}
         write_model_file(path, replace(content, metadata=metadata))
-        if distilled:
-            with pytest.raises(ValueError, match="distilled model, which vit has no more; train"):
+        if gone:
+            with pytest.raises(ValueError, match=f"{gone}, which vit has no more; train"):
                 load_bundle(path)
         else:
             assert load_bundle(path).class_names == ("ant", "bee", "cow")

@@ -97,9 +97,13 @@ def read_model_file(path: Path) -> ModelFile:
         )
     if not all(isinstance(metadata.get(name), kind) for name, kind in _NEEDED.items()):
         raise ValueError(f"{path} is damaged: it lacks one of {', '.join(_NEEDED)}")
-    if metadata.get("architecture", {}).pop("distilled", False):
+    architecture = metadata.get("architecture", {})
+    gone = "a distilled model" if architecture.pop("distilled", False) else ""
+    if architecture.get("mlp") == "swiglu":
+        gone = "a model with mlp=swiglu"
+    if gone:
         raise ValueError(
-            f"{path} is a distilled model, which vit has no more; train one again, or use it with"
+            f"{path} is {gone}, which vit has no more; train one again, or use it with"
             " vit-pipeline 0.2"
         )
     hashes, likeness = (_take(tensors, names) for names in (_HASHES, _LIKENESS))
