@@ -13,7 +13,7 @@ from vit.data.dataset import ImageDataset, ImageRule
 from vit.data.images import DeepImage, read_image
 from vit.data.open import open_dataset, open_passed
 from vit.data.preprocess import Preprocess
-from vit.data.statistics import measure_value_range
+from vit.data.statistics import choose_value_range, measure_value_range
 
 RAMP = np.arange(4096, dtype=np.uint16).reshape(64, 64)
 EIGHT_BITS = np.rint(RAMP / 4095 * 255).astype(np.uint8)
@@ -59,6 +59,25 @@ def test_eight_bits_have_no_range_and_nan_is_black(tmp_path: Path) -> None:
     dataset = write(tmp_path / "floats", values, suffix="tif")
     assert measure_value_range(dataset) == (0, 1)
     assert scale(dataset)[0, 5:8].tolist() == [0, 255, 0]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "bits", "expected"),
+    [
+        # hundredths of a kelvin: 0 to 32767 would leave 31 levels
+        (27315, 31100, 0x7FFF, (27315, 31100)),
+        (7, 7, 7, (7, 8)),
+        (0.2, 0.9, None, (0, 1)),
+        (280.5, 310.25, None, (280.5, 310.25)),
+    ],
+)
+def test_the_range_is_that_of_the_bits_in_use(
+    low: float,
+    high: float,
+    bits: int | None,
+    expected: tuple[float, float],
+) -> None:
+    assert choose_value_range(low, high, bits=bits) == expected
 
 
 def build_tiff(

@@ -31,7 +31,8 @@ class DeepImage(Image.Image):
     def __init__(self, values: np.ndarray) -> None:
         super().__init__()
         self.values = values
-        self.__dict__.update(vars(self.scale(*find_range(values))))
+        low, high = find_extremes(values)
+        self.__dict__.update(vars(self.scale(low, high if high > low else low + 1)))
 
     def scale(self, low: float, high: float) -> Image.Image:
         """Return RGB pixels in which values from low to high are black to white; NaN is black."""
@@ -43,13 +44,10 @@ class DeepImage(Image.Image):
         return Image.fromarray(pixels).convert("RGB")
 
 
-def find_range(values: np.ndarray) -> tuple[float, float]:
-    """Return the smallest and the largest finite value, or 0 and 1 added to it if all are equal."""
+def find_extremes(values: np.ndarray) -> tuple[float, float]:
+    """Return the smallest and the largest finite value; zeros if there is none."""
     finite = values[np.isfinite(values)]
-    if not finite.size:
-        return 0.0, 1.0
-    low, high = float(finite.min()), float(finite.max())
-    return low, high if high > low else low + 1
+    return (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
 
 
 def is_deep(image: Any) -> bool:

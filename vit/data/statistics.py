@@ -8,17 +8,21 @@ from typing import Literal
 import numpy as np
 
 from vit.data.dataset import ImageDataset, choose_evenly
-from vit.data.depth import DeepImage, find_range
+from vit.data.depth import DeepImage, find_extremes
 from vit.data.label_sets import count_labels
 
-# pixels that are decoded for a sample, in a few seconds; and to see if there are deep images
+# pixels that are decoded for a sample, in a few seconds; for the range of deep images, and to see
+# if there are any
 _MAX_PIXELS = 2 * 10**8
+_MAX_DEEP_PIXELS = 4 * 10**8
 _MAX_FIRST_PIXELS = 5 * 10**7
 # images whose values are measured, and those that are read to see if there are deep ones
 _RANGE_SAMPLE = 256
 _FIRST_SAMPLE = 64
 # names of files that never have more than 8 bits a channel
 _SHALLOW_SUFFIXES = (".avif", ".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg", ".webp")
+# a range that rounds up to whole bits must leave this fraction of the grey levels in use: 32 of 256
+_MIN_USED = 1 / 8
 
 # value for red, green and blue
 Triple = tuple[float, float, float]
@@ -47,8 +51,8 @@ def measure_sample(dataset: ImageDataset, *, count: int) -> tuple[float, bool]:
 
 
 def measure_value_range(dataset: ImageDataset) -> tuple[float, float] | None:
-    """Measure the values that become black and white in images of more than 8 bits a channel: the
-    smallest and the largest one of a sample. None if it has no such image."""
+    """Measure the values that become black and white in images of more than 8 bits a channel: one
+    range for all, see `choose_value_range`. None if a sample has no such image."""
     names = [name.lower() for name in dataset.ids]
     candidates = [index for index, name in enumerate(names) if not name.endswith(_SHALLOW_SUFFIXES)]
     if dataset.pixels is not None or not candidates:
@@ -56,21 +60,41 @@ def measure_value_range(dataset: ImageDataset) -> tuple[float, float] | None:
     places = np.array(candidates)[choose_evenly(len(candidates), _RANGE_SAMPLE)]
     # in an order that has all classes at its beginning
     order = np.random.default_rng(0).permutation(places).tolist()
-    ranges = []
+    ranges: list[tuple[float, float]] = []
+    bits: int | None = 0
     num_pixels = 0
     # where no image can be read
     with suppress(ValueError):
         for number, image in enumerate(dataset.read_sample(order), start=1):
             if isinstance(image, DeepImage):
-                ranges.append(find_range(image.values))
+                ranges.append(find_extremes(image.values))
+                if image.values.dtype.kind == "f":
+                    bits = None
+                elif bits is not None:
+                    bits |= int(np.bitwise_or.reduce(image.values, axis=None))
             num_pixels += image.width * image.height
             is_shallow = number >= _FIRST_SAMPLE or num_pixels > _MAX_FIRST_PIXELS
-            if num_pixels > _MAX_PIXELS or (is_shallow and not ranges):
+            if num_pixels > _MAX_DEEP_PIXELS or (is_shallow and not ranges):
                 break
     if not ranges:
         return None
     lows, highs = zip(*ranges, strict=True)
-    return min(lows), max(highs)
+    return choose_value_range(min(lows), max(highs), bits=bits)
+
+
+def choose_value_range(low: float, high: float, *, bits: int | None) -> tuple[float, float]:
+    """Choose the values that become black and white: 0 to 1 for floats in it; 0 to the largest
+    value with as many bits, for whole numbers; and low to high where some are negative or where
+    that would leave too few grey levels. `bits` are set in any value; None for floats."""
+    measured = (low, high if high > low else low + 1)
+    if bits is None:
+        return (0.0, 1.0) if low >= 0 and high <= 1 else measured
+    if low < 0:
+        return measured
+    # 12 bits may be stored as the upper ones of 16: then the last four are never set
+    shift = (bits & -bits).bit_length() - 1 if bits else 0
+    top = max(((1 << (int(high) >> shift).bit_length()) - 1) << shift, 255)
+    return (0.0, float(top)) if high - low >= _MIN_USED * top else measured
 
 
 def measure_mean_and_std(images: Iterable[np.ndarray]) -> tuple[Triple, Triple]:
