@@ -75,7 +75,14 @@ def choose_config(
     chosen["train.class_balance"] = "auto"
     reasons = {}
     has_weights = bool(given.get("model.init"))
-    name, largest, reason = _choose_recipe(has_weights, num_images, side, is_grey, device, minutes)
+    name, largest, reason = _choose_recipe(
+        has_weights=has_weights,
+        num_images=num_images,
+        side=side,
+        is_grey=is_grey,
+        device=device,
+        minutes=minutes,
+    )
     recipe = load_config(find_recipe(name), training)
     if has_weights:
         # Computing the features of many images would take all minutes of a CPU.
@@ -117,7 +124,7 @@ def choose_config(
 
 
 def _choose_recipe(
-    has_weights: bool, num_images: int, side: int, is_grey: bool, device: str, minutes: float
+    *, has_weights: bool, num_images: int, side: int, is_grey: bool, device: str, minutes: float
 ) -> tuple[str, int, str]:
     """Choose the recipe for images of this number and shorter side, in pixels. Returns its name,
     the largest side that it trains on, and the reason of the side."""

@@ -25,7 +25,7 @@ class CheckpointStore:
 
     directory: Path
 
-    def save(self, content: memoryview, *, step: int, best_step: int) -> Path:
+    def save(self, content: bytes, *, step: int, best_step: int) -> Path:
         """Write the state after a global step, delete checkpoints that are no longer kept, and
         return its path. If it raises OSError, the earlier checkpoints are as they were."""
         self.directory.mkdir(parents=True, exist_ok=True)

@@ -297,7 +297,7 @@ class Trainer:
         content = io.BytesIO()
         torch.save(state, content)
         steps = {"step": progress.step, "best_step": progress.best_step}
-        save = partial(self._checkpoints.save, content.getbuffer(), **steps)
+        save = partial(self._checkpoints.save, content.getvalue(), **steps)
         self._saving = self.writer.submit(save)
         self._saved_step = progress.step
 
