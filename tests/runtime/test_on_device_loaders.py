@@ -27,11 +27,8 @@ def datasets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ImageDataset
             Image.fromarray(random.integers(0, 256, (40, 48, 3), dtype=np.uint8)).save(
                 root / name / f"{number}.png"
             )
-    source, options = (
-        open_dataset("folder", root=root).split("all"),
-        {"cache_dir": root / "cache", "progress": False},
-    )
-    resident = decode_dataset(source, PREPROCESS, **options)
+    source = open_dataset("folder", root=root).split("all")
+    resident = decode_dataset(source, PREPROCESS, cache_dir=root / "cache")
     return {"resident": resident, "cached": resident, "workers": source}
 
 
