@@ -214,3 +214,23 @@ def build_flat() -> nn.Module:
 def test_models_without_a_feature_map_are_refused(build: Build) -> None:
     with pytest.raises(ValueError, match="doesn't read one feature map alone"):
         vit.explain(make_bundle(build), make_photo())
+
+
+def test_a_model_is_searched_for_attention_once() -> None:
+    model = build_timm_resnet()
+    bundle = Bundle.from_model(model, preprocess=Preprocess(image_size=(SIZE, SIZE)))
+    calls = []
+    model.conv1.register_forward_pre_hook(lambda *_: calls.append(1))
+
+    def explain() -> tuple[int, Tensor]:
+        calls.clear()
+        photo = np.zeros((SIZE, SIZE, 3), np.uint8)
+        maps = vit.explain(bundle, photo, checks=False, device="cpu").maps["grad-cam"]
+        return len(calls), maps
+
+    (first, expected), (second, found) = explain(), explain()
+    assert second == 1 < first
+    assert torch.equal(found, expected)
+    with torch.no_grad():
+        next(model.parameters()).mul_(2)
+    assert explain()[0] == first

@@ -1,4 +1,4 @@
-"""What was found about a module is looked at again when it changes, and no refusal is kept."""
+"""What was found about a module is looked at again when it changes; images refuse none for ever."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

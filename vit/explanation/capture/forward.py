@@ -358,6 +358,8 @@ def open_reader(bundle: Bundle) -> ModelReader:
     images = draw_noise((1, 3, *size), next(bundle.model.parameters()))
     reader = read_model(bundle.model, images)
     settle_source(reader, images)
+    # noise is no reason to refuse attention, so the model isn't searched again until it changes
+    reader.keep(refusal=True)
     return reader
 
 

@@ -62,11 +62,11 @@ class ModelReader:
         if not self.is_checked:
             self.found = _Findings()
 
-    def keep(self) -> None:
-        """Note that maps have passed their checks, also for the next reader of the module, but no
-        refusal: its reason may be the images, or weights that training changes."""
+    def keep(self, *, refusal: bool = False) -> None:
+        """Note that maps have passed their checks, also for the next reader of the module. A refusal
+        of attention is noted there with `refusal` alone: its reason may be the images."""
         self.is_checked = True
-        if self.has_attention:
+        if self.has_attention or refusal:
             self.found.checked = _describe(self.model, self._like)
             _KEPT[self.model] = self.found
 
