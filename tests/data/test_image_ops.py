@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torchvision.transforms import functional as reference
 
-from vit.data.augment import jitter_colors, resized_crop
+from vit.data.image_ops import jitter_colors, resized_crop
 
 
 def pictures(count: int = 6, height: int = 20, width: int = 28) -> Tensor:

@@ -16,8 +16,9 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from vit.data.augment import Augmentation, augment_images, mix_batch
+from vit.data.augment import Augmentation
 from vit.data.dataset import ImageDataset
+from vit.data.image_ops import augment_images, mix_batch
 from vit.data.preprocess import Preprocess
 from vit.data.random import StatelessRandom
 from vit.data.workers import Decoder, DecodingWorkers, Steps, Transform

@@ -8,7 +8,7 @@ from typing import Any
 from vit.data.dataset import LABEL_FIELDS, ImageRule
 from vit.data.sources import folders, huggingface, shards
 from vit.data.sources.base import Listing, Root
-from vit.data.sources.named import NAMED, find_named, name_plainly
+from vit.data.sources.named import NAMED, find_named, find_own_name
 from vit.data.sources.python_objects import FROM_PYTHON, find_python_objects
 from vit.data.sources.shards import is_remote
 from vit.data.sources.tables import find_table
@@ -28,7 +28,7 @@ PLACES: Mapping[str, tuple[Callable[[str], bool], Callable[[Path | str, ImageRul
 
 def find_kind(data: object) -> str | None:
     """Return the `data.name` for a name, path, pattern or address of images; None without one."""
-    text = name_plainly(str(data))
+    text = find_own_name(str(data))
     if text in NAMED:
         return text
     return next((kind for kind, (is_place, _) in PLACES.items() if is_place(text)), None)
@@ -59,7 +59,7 @@ def open_dataset(
     if name == FROM_PYTHON:
         hint = "pass them as dataset=… again, or name other images with --data"
         raise ValueError(f"the images of this model were passed from Python; {hint}")
-    name = name_plainly(name)
+    name = find_own_name(name)
     check_choice(name, (*PLACES, *NAMED), name="data.name")
     if root is None and (name in PLACES or name == "imagenet"):
         raise ValueError(f"data.name={name} needs data.root, where the images are")
@@ -173,7 +173,7 @@ def open_for_model(
 def _is_same(data: str, recorded: Mapping[str, Any]) -> bool:
     """Return true if a model was trained on the images that `data` names."""
     root = recorded.get("root")
-    name = name_plainly(data)
+    name = find_own_name(data)
     if name in NAMED or root is None:
-        return name == name_plainly(str(recorded.get("name", "")))
+        return name == find_own_name(str(recorded.get("name", "")))
     return expand_home(hide_tokens(data)).resolve() == expand_home(root).resolve()

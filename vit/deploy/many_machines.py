@@ -13,7 +13,7 @@ import ray
 import ray.data
 
 from vit.data.images import IMAGE_SUFFIXES
-from vit.prediction.predict import Predictor
+from vit.prediction.image_predictor import Predictor
 from vit.runtime.console import echo
 
 # at most, for a worker without a GPU

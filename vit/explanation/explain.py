@@ -65,7 +65,7 @@ def explain(
         map_options: Options of the methods, such as {"head_fusion": "max"}.
             None: their defaults.
         checks: Test every map: are its patches important for the prediction?
-            None: those of the first 16 images.
+            None: the maps of the first 16 images.
         num_images: Images of the model's test split. None: 16.
         batch_size: Images at a time. None: 64 for images of up to 64 pixels a
             side, otherwise 16.

@@ -1,236 +1,23 @@
-"""From images in any form to predictions: `vit.predict`, `vit.embed`, and `vit.Predictor`, the core
-of `vit serve` and of engines for many machines."""
+"""Class probabilities and features of any images: `vit.predict` and `vit.embed`."""
 
-import io
-import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property, partial
-from itertools import chain, islice, pairwise
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from vit.bundle import Bundle, ModelLike, Models, keeps_mode, open_model, require_classifier
-from vit.data.images import ImageInputs, list_images, open_pixels, read_image
-from vit.data.preprocess import Preprocess
+from vit.bundle import ModelLike, Models, keeps_mode, open_model
+from vit.data.images import ImageInputs, list_images
 from vit.data.sources.tables import is_table, list_rows
 from vit.model.logits import count_features
-from vit.prediction.conformal import compute_p_values, predict_sets
-from vit.prediction.decision import compute_probabilities, decide_labels, rank_classes
-from vit.prediction.neighbours import compute_distances
+from vit.prediction.image_predictor import Predictor, decode_batches
 from vit.prediction.predictor import BatchPredictor, Pixels, read_from
 from vit.prediction.probabilities import Float32s
-from vit.prediction.records import COLUMNS, Prediction, PredictionResult, write_output
+from vit.prediction.records import Prediction, PredictionResult, write_output
 from vit.runtime.arguments import check_minimum
 from vit.runtime.files import expand_home
-
-# name of a column → an array with an entry for each image
-Columns = dict[str, Any]
-# threads that decode images; more would keep more large photos in memory
-_MIN_THREADS = 8
-# an image's name, and its pixels as the model sees it or why it can't be read
-Decoded = tuple[str, Pixels | str]
-
-
-class Predictor:
-    """A model as a callable from a batch of images to a dictionary of arrays, for Ray Data or a
-    queue of your own.
-
-    Pickled, it holds the path of a model, which is opened on first use. A
-    module is put into evaluation mode.
-
-    Args:
-        model: See `vit.evaluate`; or several, whose probabilities are averaged.
-        top_k: Classes of each prediction of `predict_items`.
-        batch_size: Images in a forward pass.
-        device: See `vit.evaluate`.
-        precision: See `vit.evaluate`.
-
-    Raises:
-        ValueError: The model can't be opened (on first use), or an option is
-            wrong.
-
-    Example:
-        >>> predictor = vit.Predictor("runs/digits")
-        >>> columns = predictor(["photo.png", "other.png"])
-        >>> columns["predicted"]  # the names of two classes
-    """
-
-    def __init__(
-        self,
-        model: Models,
-        *,
-        top_k: int = 5,
-        batch_size: int = 64,
-        device: str = "auto",
-        precision: str = "auto",
-    ) -> None:
-        check_minimum(1, top_k=top_k, batch_size=batch_size)
-        self.model = model
-        self.top_k = top_k
-        self.batch_size = batch_size
-        self.device = device
-        self.precision = precision
-
-    def __getstate__(self) -> dict[str, Any]:
-        # a process that gets a predictor opens the model itself
-        opened = ("bundle", "batch_predictor")
-        return {name: value for name, value in vars(self).items() if name not in opened}
-
-    @cached_property
-    def bundle(self) -> Bundle:
-        """The model, opened."""
-        bundle = open_model(self.model, device=self.device)
-        require_classifier(bundle)
-        return bundle
-
-    @cached_property
-    def batch_predictor(self) -> BatchPredictor:
-        """The inference loop."""
-        return BatchPredictor.from_bundle(
-            self.bundle, batch_size=self.batch_size, precision=self.precision
-        )
-
-    def __call__(self, images: Iterable[Any] | Mapping[str, Any]) -> Columns:
-        """Predict a batch of images.
-
-        Args:
-            images: Paths, encoded bytes, PIL images or uint8 arrays; or a dictionary of columns
-                with one of `image`, `bytes` or `path`, as Ray passes it. Its other columns are
-                passed on.
-
-        Returns:
-            Arrays of equal length: `predicted` (several labels with bars between them),
-            `probability`, `probabilities` [n, C] float32, `note`, `labels` (of a model of several
-            labels an image), `prediction_set`, `p_value` and `error`. An image that can't be read
-            has an error, NaN for numbers and None for the rest.
-        """
-        others, items = _split_columns(images)
-        predictions = list(self.predict_items(items))
-        rows = [{"note": "", **prediction.to_dict()} for prediction in predictions]
-        columns: Columns = {}
-        for name in COLUMNS:
-            # numpy would make a matrix of lists of equal length
-            columns[name] = np.empty(len(rows), dtype=object)
-            columns[name][:] = [row.get(name) for row in rows]
-        if not self.bundle.is_multilabel:
-            del columns["labels"]
-        for name in ("probability", "p_value"):
-            # None becomes NaN
-            columns[name] = columns[name].astype(float)
-        missing = np.full(len(self.bundle.class_names), np.nan)
-        matrix = [
-            missing if row.probabilities is None else row.probabilities for row in predictions
-        ]
-        columns["probabilities"] = np.array(matrix, np.float32).reshape(-1, len(missing))
-        # the caller joins the rows with its own by the other columns
-        return {**columns, **others}
-
-    def predict_items(self, items: Iterable[tuple[str, Any]]) -> Iterator[Prediction]:
-        """Yield the prediction of each image, in order, while one batch is in memory. Items are the
-        name of each image, and its path, encoded bytes, PIL image or array."""
-        for batch in decode_batches(items, self.bundle.preprocess, self.batch_size):
-            predictions = self.predict_pixels(
-                [(name, pixels) for name, pixels in batch if not isinstance(pixels, str)]
-            )
-            for name, pixels in batch:
-                if isinstance(pixels, str):
-                    yield Prediction(name, [], error=pixels)
-                else:
-                    yield next(predictions)
-
-    def predict_pixels(self, batch: Sequence[tuple[str, Pixels]]) -> Iterator[Prediction]:
-        """Yield the prediction of each image of a batch, given its name and the input's pixels."""
-        bundle, predictor, names = self.bundle, self.batch_predictor, self.bundle.class_names
-        read = read_from([pixels for _, pixels in batch])
-        p_values: list[float | None] = [None] * len(batch)
-        if bundle.likeness is None:
-            logits = predictor.predict(read, count=len(batch))
-        else:
-            logits, features = predictor.predict_with_features(read, count=len(batch))
-            distances = compute_distances(features, bundle.likeness.training_features)
-            held_out = bundle.likeness.distances.astype(np.float64)
-            p_values = compute_p_values(distances, held_out).tolist()
-        # the temperature changes probabilities, but neither the order of classes nor the sets
-        probabilities = compute_probabilities(bundle, logits)
-        sets = predict_sets(bundle, logits)
-        is_found = decide_labels(bundle, probabilities)
-        for row, ranked in enumerate(rank_classes(bundle, probabilities)):
-            labels = None
-            if bundle.is_multilabel:
-                labels = [names[index] for index in ranked if is_found[row, index]]
-            yield Prediction(
-                batch[row][0],
-                [
-                    (index, names[index], float(probabilities[row, index]))
-                    for index in ranked[: self.top_k]
-                ],
-                prediction_set=sets[row],
-                p_value=p_values[row],
-                labels=labels,
-                probabilities=probabilities[row].astype(np.float32),
-            )
-
-
-def _split_columns(
-    images: Iterable[Any] | Mapping[str, Any],
-) -> tuple[dict[str, Any], list[tuple[str, Any]]]:
-    """Return the columns of a batch that are passed on, and the name and image of each row."""
-    if isinstance(images, str | bytes | Image.Image):
-        raise ValueError("images is one image; put it into a list")
-    columns = dict(images) if isinstance(images, Mapping) else {"image": list(images)}
-    found = next((name for name in ("image", "bytes", "path") if name in columns), None)
-    if found is None:
-        have = ", ".join(map(str, columns))
-        raise ValueError(f"the batch has the columns {have}; name one image, bytes or path")
-    rows = columns["path"] if found == "path" else columns.pop(found)
-    names = columns.get("path")
-    if names is None:
-        names = [
-            row if isinstance(row, str | Path) else f"image {place}"
-            for place, row in enumerate(rows)
-        ]
-    return columns, list(zip(map(str, names), rows, strict=True))
-
-
-def decode_batches(
-    items: Iterable[tuple[str, Any]], preprocess: Preprocess, batch_size: int
-) -> Iterator[list[Decoded]]:
-    """Yield images in batches, decoded for a model; the next batch is decoded while the caller
-    works on one. See `Predictor.predict_items`."""
-
-    def decode(item: tuple[str, Any]) -> Decoded:
-        name, image = item
-        try:
-            return name, preprocess.to_uint8(_open_image(name, image))
-        except (OSError, ValueError) as error:
-            # without the path, which the prediction already names
-            return name, getattr(error, "strerror", None) or str(error)
-
-    # decoding a photo may take longer than its forward pass
-    pool = ThreadPoolExecutor(max(os.cpu_count() or 1, _MIN_THREADS))
-    left = iter(items)
-    started = map(partial(pool.map, decode), iter(lambda: list(islice(left, batch_size)), []))
-    try:
-        # the first of a pair is taken when the second one has been started
-        for batch, _ in pairwise(chain(started, [()])):
-            yield list(batch)
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _open_image(name: str, image: Any) -> Image.Image:
-    if isinstance(image, Mapping) and "bytes" in image:
-        # as Hugging Face stores it
-        image = image["bytes"] or image.get("path")
-    if isinstance(image, str | Path):
-        return read_image(Path(image))
-    if isinstance(image, bytes | bytearray | memoryview):
-        return read_image(io.BytesIO(image), name=name)
-    return open_pixels(image)
 
 
 @keeps_mode
@@ -290,15 +77,15 @@ def predict(
 def list_inputs(images: ImageInputs) -> Iterator[tuple[str, str | Image.Image]]:
     """Yield the name of each image, and its path or the upright image, as they are needed. Raises
     ValueError or OSError for a single folder without images, or a table."""
-    listed: Iterable[str | Image.Image] = _list_tables(images)
+    listed: Iterable[str | Image.Image] = _list_one(images)
     if isinstance(images, list | tuple):
         # in a list, reading a folder says why it has no images
-        listed = chain.from_iterable(_list_tables(each, in_list=True) for each in images)
+        listed = chain.from_iterable(_list_one(each, in_list=True) for each in images)
     for number, image in enumerate(listed):
         yield (image if isinstance(image, str) else f"image {number}"), image
 
 
-def _list_tables(images: ImageInputs, *, in_list: bool = False) -> Iterator[str | Image.Image]:
+def _list_one(images: ImageInputs, *, in_list: bool = False) -> Iterator[str | Image.Image]:
     """List the images that a table names, whether it has labels or not, or those of `list_images`."""
     if isinstance(images, str | Path) and is_table(expand_home(images)):
         return list_rows(expand_home(images))

@@ -27,7 +27,7 @@ _MARK = ".vit-output"
 
 Opened = TypeVar("Opened")
 # A text, bytes, or a function that writes the file at a path.
-FileContent = str | bytes | memoryview | Callable[[Path], object]
+FileContent = str | bytes | Callable[[Path], object]
 
 
 def clean_name(name: str) -> str:

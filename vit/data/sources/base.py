@@ -163,7 +163,7 @@ def read_stats(paths: Sequence[str]) -> np.ndarray:
     file), times of modification and of change in nanoseconds, and inode. A copy may have the size
     and the time of the file that it replaced, but not the others."""
     stats = np.zeros((len(paths), 4), dtype=np.int64)
-    # of a link to nothing; reading the image names it
+    # a link to nothing keeps it; reading the image names the file
     stats[:, 0] = -1
     for index, path in enumerate(paths):
         with suppress(OSError):

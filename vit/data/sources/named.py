@@ -33,9 +33,10 @@ _MAX_UNPACKED = 1 << 30
 NAMED = ("digits", "imagenette", "imagenet", *_TORCHVISION)
 
 
-def name_plainly(name: str) -> str:
-    """Return the name in `NAMED` of torchvision:CIFAR10, as sets may be called, too."""
-    return {f"torchvision:{other}": name for name, other in _TORCHVISION.items()}.get(name, name)
+def find_own_name(name: str) -> str:
+    """Return our name of a set that is called as in torchvision: cifar10 for torchvision:CIFAR10."""
+    own_names = {f"torchvision:{theirs}": own for own, theirs in _TORCHVISION.items()}
+    return own_names.get(name, name)
 
 
 def find_named(name: str, root: Root, classes: Sequence[str] | None, *, download: bool) -> Listing:
