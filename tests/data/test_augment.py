@@ -6,13 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from vit.data.augment import (
-    Augmentation,
-    AugmentParams,
-    augment_images,
-    mix_batch,
-    sample_beta,
-)
+from vit.data.augment import Augmentation, AugmentParams, sample_beta
+from vit.data.image_ops import augment_images, mix_batch
 from vit.data.preprocess import Preprocess
 from vit.data.random import StatelessRandom
 

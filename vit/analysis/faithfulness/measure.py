@@ -84,7 +84,7 @@ def measure_faithfulness(
 
     Example:
         >>> result = vit.measure_faithfulness("runs/digits", methods="gae")
-        >>> result.rows  # a row of texts for each method, as the command prints them
+        >>> result.rows  # the table that the command prints
     """
     check_minimum(MIN_IMAGES, num_images=num_images)
     check_minimum(1, batch_size=batch_size)
