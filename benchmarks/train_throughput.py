@@ -41,7 +41,7 @@ class Clock:
 
     def __init__(self, device: str, *, seconds: float) -> None:
         self.device, self.seconds = device, seconds
-        self.steps, self.start = 0, 0.0
+        self.steps, self.start, self.end = 0, 0.0, 0.0
 
     def tick(self) -> bool:
         """Count a step; return True when the time is over."""
@@ -49,13 +49,16 @@ class Clock:
         if self.steps == WARM_STEPS:
             self._wait()
             self.start = time.perf_counter()
-        return self.steps > WARM_STEPS and time.perf_counter() - self.start >= self.seconds
+        is_over = self.steps > WARM_STEPS and time.perf_counter() - self.start >= self.seconds
+        if is_over:
+            # what follows, such as the end of a run, is no step
+            self._wait()
+            self.end = time.perf_counter()
+        return is_over
 
     def compute_rate(self) -> float:
-        """Return the images a second since the warm-up."""
-        self._wait()
-        elapsed = time.perf_counter() - self.start
-        return (self.steps - WARM_STEPS) * BATCH_SIZE / elapsed
+        """Return the images a second between the warm-up and the end of the time."""
+        return (self.steps - WARM_STEPS) * BATCH_SIZE / (self.end - self.start)
 
     def _wait(self) -> None:
         import torch

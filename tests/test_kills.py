@@ -57,9 +57,9 @@ def run_watched(arguments: list[str], *, count: Any, change: int = 0) -> int:
     return outcome.code
 
 
-def kill(arguments: list[str], *, change: int = 0, seconds: float | None = None) -> None:
+def kill(arguments: list[str], *, change: int = 0, seconds: float | None = None) -> bool:
     """Run a command in a child of this process, which is killed before its change number `change`,
-    or after these seconds."""
+    or after these seconds. Returns whether it was."""
     context = get_context("fork")
 
     def run() -> None:
@@ -70,6 +70,7 @@ def kill(arguments: list[str], *, change: int = 0, seconds: float | None = None)
     child.join(timeout=60 if seconds is None else seconds)
     child.kill()
     child.join()
+    return child.exitcode == -signal.SIGKILL
 
 
 def read_files(directory: Path, *, hidden: bool = False) -> Files:
@@ -94,12 +95,14 @@ def kill_often(arguments: list[str], *, whole: Path, check: Callable[[], None]) 
     duration = time.monotonic() - started_at
     broken = [text.replace("OUTPUT", str(whole.with_name("broken"))) for text in arguments]
     rng = random.Random(0)
+    num_killed = 0
     for number in range(KILLS):
         if number % 2 or not count.value:
-            kill(broken, seconds=rng.random() * min(duration, 2))
+            num_killed += kill(broken, seconds=rng.random() * min(duration, 2))
         else:
-            kill(broken, change=rng.randint(1, count.value))
+            num_killed += kill(broken, change=rng.randint(1, count.value))
         check()
+    assert num_killed
 
 
 @pytest.fixture(scope="module")

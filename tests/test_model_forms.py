@@ -2,6 +2,7 @@
 folders, checkpoints of other trainers, files and runs of this project."""
 
 import argparse
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -156,7 +157,7 @@ def small_timm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timm, "create_model", create_small)
 
 
-@pytest.fixture(params=[*MODULES, *PATHS])
+@pytest.fixture
 def model(
     request: pytest.FixtureRequest, tmp_path: Path, small_timm: None
 ) -> nn.Module | vit.Bundle | str | Path:
@@ -237,7 +238,18 @@ FUNCTIONS: dict[str, Callable[[Any, Path, Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
+# a name or a path is opened by one function, whatever it names
+_OPENED_ALIKE = [name for name in PATHS if name not in ("a timm name", "a model file")]
+
+
+@pytest.mark.parametrize(
+    ("model", "function"),
+    [
+        *itertools.product([*MODULES, "a timm name", "a model file"], FUNCTIONS),
+        *itertools.product(_OPENED_ALIKE, ["attribute", "predict"]),
+    ],
+    indirect=["model"],
+)
 def test_every_function_takes_every_form_of_a_model(
     model: Any, function: str, photos: Path, tmp_path: Path
 ) -> None:

@@ -69,7 +69,7 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> list[Image.Image]:
         pictures.append(photo)
         return "data:image/jpeg;base64,"
 
-    monkeypatch.setattr("vit.explanation.training_photos.encode_photo", encode)
+    monkeypatch.setattr("vit.evaluation.report.training_photos.encode_photo", encode)
     return pictures
 
 

@@ -20,8 +20,8 @@ from vit.explanation.methods.registry import register_method as register_method
 from vit.explanation.methods.rollout import attention_rollout as attention_rollout
 from vit.model.modules import load_timm as load_timm
 from vit.model.vision_transformer import VisionTransformer as VisionTransformer
-from vit.prediction.image_predictor import Predictor as Predictor
 from vit.prediction.predict import embed as embed
 from vit.prediction.predict import predict as predict
+from vit.prediction.predictor import Predictor as Predictor
 from vit.training.observers import Observer as Observer
 from vit.training.train_model import train as train

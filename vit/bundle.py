@@ -63,7 +63,7 @@ class Bundle:
         config: Configuration of its training.
         data: Training data: name, splits, fingerprints.
         metadata: All metadata of its file.
-        training_hashes: SHA-256 digests and dHashes of the training images.
+        training_hashes: Hashes of pixels and dHashes of the training images.
         likeness: Features by which images are compared with the training images.
         passed_images: Images that `vit.train` got from Python.
 
@@ -220,7 +220,7 @@ def open_model(
     class_names: Sequence[str] | None = None,
     preprocess: Preprocess | None = None,
 ) -> Bundle:
-    """Return the bundle of a model in any form; of a list of them, their probabilities are averaged.
+    """Return the bundle of a model in any form, or of several, whose probabilities it averages.
 
     A bundle or module is moved to the device, not copied; "auto" leaves it where it is, and takes a
     GPU for anything else if there is one. Class names and preprocessing are for a module, or for
@@ -322,6 +322,8 @@ def load_bundle(
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         if isinstance(path, str) or path.is_dir():
+            if model is not None:
+                raise ValueError(f"model=… is for a file of weights, not for {source}")
             found = open_folder(path)
         else:
             content = read_weights(path)
@@ -337,7 +339,7 @@ def load_bundle(
                     model=model.eval().to(device),
                     preprocess=Preprocess.from_dict(metadata["preprocess"]),
                     class_names=tuple(metadata["class_names"]),
-                    name=str(source),
+                    name=str(expand_home(source)),
                     sha256=compute_sha256(path),
                     config=metadata["config"],
                     data=metadata["data"],
@@ -355,4 +357,4 @@ def load_bundle(
         preprocess=preprocess,
     )
     data = {"task": MULTILABEL} if found.is_multilabel else bundle.data
-    return dataclasses.replace(bundle, data=data, name=str(source))
+    return dataclasses.replace(bundle, data=data, name=str(expand_home(source)))

@@ -10,7 +10,8 @@ import pytest
 from PIL import Image
 
 from vit.data.dataset import ImageDataset, ImageRule
-from vit.data.images import DeepImage, read_image
+from vit.data.depth import DeepImage
+from vit.data.images import read_image
 from vit.data.open import open_dataset, open_passed
 from vit.data.preprocess import Preprocess
 from vit.data.statistics import choose_value_range, measure_value_range

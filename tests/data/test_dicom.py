@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vit.data.images import DeepImage, read_image
+from vit.data.depth import DeepImage
+from vit.data.images import read_image
 from vit.data.preprocess import Preprocess
 
 pydicom = pytest.importorskip("pydicom")

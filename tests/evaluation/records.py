@@ -79,7 +79,7 @@ def write_evaluation(
     directory = folder / name
     directory.mkdir()
     result = EvaluationResult(evaluation, scores, logits, images, bundle)
-    result.write_predictions(directory / "predictions.csv")
+    result.write_table(directory / "predictions.csv")
     save_predictions(directory / PREDICTIONS_FILE, dataset, scores, logits)
     write_atomically(directory / EVALUATION_FILE, format_json(evaluation.model_dump(mode="json")))
     return directory

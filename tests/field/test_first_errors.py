@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from tests.conftest import Launcher
-from vit.runtime.places import find_nearest
+from vit.runtime.places import find_nearest_name
 
 # command → what its error says
 COMMANDS = [
@@ -111,10 +111,10 @@ def test_errors_of_arguments_name_the_remedy(
 
 def test_the_nearest_name_may_be_longer_or_in_other_letters() -> None:
     names = ["Photos", "photos-old", "Urlaub 2024"]
-    assert find_nearest("photo", names) == "Photos"
-    assert find_nearest("URLAUB", names) == "Urlaub 2024"
-    assert find_nearest("xyz", names) is None
-    assert find_nearest("", names) is None
+    assert find_nearest_name("photo", names) == "Photos"
+    assert find_nearest_name("URLAUB", names) == "Urlaub 2024"
+    assert find_nearest_name("xyz", names) is None
+    assert find_nearest_name("", names) is None
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from vit.data.dataset import ImageDataset, ImageRule
 from vit.data.open import open_dataset
 from vit.data.sources.base import ArrayReader
 from vit.data.splits import DatasetSplits
-from vit.prediction.predictor import Features
+from vit.prediction.batch_predictor import Features
 from vit.training.folds import assign_folds
 from vit.training.linear_probe import fit_probe
 

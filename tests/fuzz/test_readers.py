@@ -53,6 +53,7 @@ def refusals() -> Iterator[None]:
     finally:
         _watched[0] = False
     assert 0 < len(sentence) < 3000
+    assert "\n" not in sentence
     assert " at 0x" not in sentence
 
 

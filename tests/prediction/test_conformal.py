@@ -16,8 +16,8 @@ from vit.prediction.conformal import (
     measure_sets,
     predict_sets,
 )
-from vit.prediction.image_predictor import Predictor
 from vit.prediction.neighbours import compute_distances
+from vit.prediction.predictor import Predictor
 from vit.prediction.probabilities import compute_log_probabilities
 
 

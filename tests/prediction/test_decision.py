@@ -13,7 +13,7 @@ from vit.prediction.decision import (
     decide_labels,
     read_class_threshold,
 )
-from vit.prediction.image_predictor import Predictor
+from vit.prediction.predictor import Predictor
 from vit.prediction.records import Prediction
 
 NAMES = ("cat", "dog", "fox")

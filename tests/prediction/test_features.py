@@ -15,7 +15,7 @@ from vit.data.open import open_dataset
 from vit.data.preprocess import Preprocess
 from vit.model.logits import PRE_LOGITS
 from vit.model.vision_transformer import VisionTransformer
-from vit.prediction.predictor import BatchPredictor, compute_features
+from vit.prediction.batch_predictor import BatchPredictor, compute_features
 
 SIZE = (8, 8)
 

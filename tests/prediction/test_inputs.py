@@ -9,8 +9,8 @@ from PIL import Image
 
 from vit.data.images import list_images, read_image
 from vit.data.open import open_dataset
-from vit.prediction.image_predictor import _open_image
 from vit.prediction.predict import list_inputs
+from vit.prediction.predictor import _open_image
 
 _COUNT = 5
 

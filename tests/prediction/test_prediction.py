@@ -14,8 +14,8 @@ from PIL import Image
 
 from vit.bundle import Bundle
 from vit.data.images import ImageInputs
-from vit.prediction.image_predictor import Predictor
 from vit.prediction.predict import list_inputs
+from vit.prediction.predictor import Predictor
 from vit.prediction.records import Prediction, write_predictions
 
 

@@ -1,115 +1,106 @@
-"""Logits are the model's, whatever the batches and however many processes share them."""
+"""`vit.Predictor`: a batch in any form becomes columns, with the bits of `vit.predict`."""
 
+import io
+import pickle
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
-from tests.conftest import Launcher
-from vit.bundle import Bundle
-from vit.evaluation.images import EvaluationSet
-from vit.prediction.predictor import BatchPredictor, Precision
-from vit.prediction.probabilities import Float32s
+import vit
+from tests.conftest import SaveModel
+
+_OPTIONS = {"device": "cpu", "precision": "float32"}
 
 
-def predict(
-    bundle: Bundle,
-    images: EvaluationSet,
-    *,
-    batch_size: int = 100,
-    precision: Precision = "float32",
-) -> Float32s:
-    predictor = BatchPredictor(
-        model=bundle.model,
-        preprocess=bundle.preprocess,
-        num_classes=10,
-        batch_size=batch_size,
-        device=torch.device("cpu"),
-        precision=precision,
-    )
-    return predictor.predict(images.read, count=len(images))
+@pytest.fixture
+def model(save_model: SaveModel, tmp_path: Path) -> Path:
+    return save_model(tmp_path / "model.safetensors", class_names=("bee", "cat", "dog"))
 
 
-def test_logits_are_those_of_the_plain_model(bundle: Bundle, images: EvaluationSet) -> None:
-    inputs = bundle.preprocess(_pil_images(images))
-    with torch.inference_mode():
-        expected = bundle.model(inputs).numpy()
-    assert np.abs(predict(bundle, images) - expected).max() < 1e-5
-    # the batch size changes the last bits alone
-    assert np.abs(predict(bundle, images, batch_size=7) - expected).max() < 1e-5
+@pytest.fixture
+def paths(tmp_path: Path) -> list[Path]:
+    rng = np.random.default_rng(0)
+    paths = [tmp_path / f"{number}.png" for number in range(7)]
+    for path in paths:
+        Image.fromarray(rng.integers(0, 256, (20, 30, 3), dtype=np.uint8)).save(path)
+    paths[3].write_bytes(b"no image")
+    return paths
 
 
-@pytest.mark.parametrize(("precision", "limit"), [("bfloat16", 0.3), ("float16", 0.04)])
-def test_half_precision_logits_are_float32_and_do_not_tie(
-    bundle: Bundle, images: EvaluationSet, precision: str, limit: float
+def _read_all(paths: list[Path]) -> list[bytes]:
+    return [path.read_bytes() for path in paths]
+
+
+def _as_columns(paths: list[Path]) -> dict[str, Any]:
+    # as Ray passes them
+    return {
+        "image": np.array(_read_all(paths), dtype=object),
+        "path": np.array(list(map(str, paths))),
+        "site": np.arange(len(paths)),
+    }
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        list,
+        _read_all,
+        _as_columns,
+        lambda paths: {"path": list(map(str, paths))},
+        lambda paths: {"image": [{"bytes": each, "path": None} for each in _read_all(paths)]},
+        lambda paths: {"image": [Image.open(io.BytesIO(each)) for each in _read_all(paths[:3])]},
+        lambda paths: [np.asarray(Image.open(path)) for path in paths[:3]],
+    ],
+)
+def test_columns_are_those_of_predict_whatever_the_batch(
+    model: Path, paths: list[Path], build: Callable[[list[Path]], Any]
 ) -> None:
-    logits = predict(bundle, images, precision=precision)
-    assert logits.dtype == np.float32
-    rounded = torch.from_numpy(logits).to(getattr(torch, precision)).float().numpy()
-    assert (logits != rounded).mean() > 0.9
-    assert np.abs(logits - predict(bundle, images)).max() < limit
+    batch = build(paths)
+    predictor = vit.Predictor(model, **_OPTIONS)  # type: ignore[arg-type]
+    columns = predictor(batch)
+    expected = vit.predict(model, paths, **_OPTIONS).predictions  # type: ignore[arg-type]
+    count = len(columns["path"])
+    assert {len(column) for column in columns.values()} == {count}
+    for row, prediction in enumerate(expected[:count]):
+        assert (columns["error"][row] is None) == (prediction.error is None)
+        if prediction.error is not None:
+            assert columns["predicted"][row] is None
+            assert np.isnan(columns["probabilities"][row]).all()
+            continue
+        index, name, probability = prediction.classes[0]
+        assert columns["predicted"][row] == name
+        assert columns["probability"][row] == pytest.approx(probability, abs=1e-6)
+        assert columns["probabilities"][row, index] == pytest.approx(probability, abs=1e-6)
+    if isinstance(batch, dict) and "site" in batch:
+        assert "image" not in columns
+        assert columns["site"].tolist() == list(range(count))
+        assert columns["path"].tolist() == list(map(str, paths))
 
 
-SCRIPT = """
-import sys
-import numpy as np, torch
-import torch.distributed as dist
-from vit.bundle import load_bundle
-from vit.data.open import open_dataset
-from vit.prediction.predictor import BatchPredictor
-from vit.evaluation.images import load_images
-
-model, out = sys.argv[1], sys.argv[2]
-torch.set_num_threads(1)
-dist.init_process_group("gloo")
-bundle = load_bundle(model)
-images = load_images(bundle, open_dataset("digits"), "test")
-predictor = BatchPredictor(bundle.model, bundle.preprocess, 10, 32, torch.device("cpu"), "float32")
-for count in map(int, sys.argv[3:]):
-    seen, heard = [], []
-    def read(start, stop):
-        seen.extend(range(start, stop))
-        return images.read(start, stop)
-    logits = predictor.predict(read, count=count, on_progress=heard.append)
-    np.savez(f"{out}.{count}.{dist.get_rank()}.npz", logits=logits, seen=seen, heard=sum(heard))
-dist.destroy_process_group()
-"""
+@pytest.mark.extended
+def test_it_is_sent_to_a_new_process(model: Path, paths: list[Path]) -> None:
+    predictor = vit.Predictor(model, **_OPTIONS)  # type: ignore[arg-type]
+    expected = predictor(paths[:2])
+    # without the opened model
+    assert len(pickle.dumps(predictor)) < 2000
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        (columns,) = pool.map(predictor, [paths[:2]])
+    np.testing.assert_array_equal(columns["probabilities"], expected["probabilities"])
 
 
-@pytest.mark.chaos
-def test_processes_share_the_images_and_agree_bit_for_bit(
-    cli: Launcher, tiny_model_file: Path, bundle: Bundle, images: EvaluationSet, tmp_path: Path
-) -> None:
-    script = tmp_path / "predict.py"
-    script.write_text(SCRIPT)
-    world, counts = (
-        3,
-        (100, 31),
-    )  # 4 batches, the last of 4 images; one batch, and none for two processes
-    cli.finish(
-        cli.start(
-            tiny_model_file, tmp_path / "out", *counts, processes=world, program=[str(script)]
-        )
-    )
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        predictor = BatchPredictor(
-            bundle.model, bundle.preprocess, 10, 32, torch.device("cpu"), "float32"
-        )
-        alone = {count: predictor.predict(images.read, count=count) for count in counts}
-    finally:
-        torch.set_num_threads(threads)
-    for count in counts:
-        parts = [np.load(tmp_path / f"out.{count}.{rank}.npz") for rank in range(world)]
-        for part in parts:
-            assert np.array_equal(part["logits"], alone[count])
-        seen = np.concatenate([part["seen"] for part in parts])
-        assert sorted(seen.tolist()) == list(range(count))  # every image once
-        assert parts[0]["heard"] == count
-
-
-def _pil_images(images: EvaluationSet) -> list[Image.Image]:
-    return [Image.fromarray(images.read(index, index + 1)[0]) for index in range(len(images))]
+def test_wrong_batches_and_options_are_refused(model: Path, paths: list[Path]) -> None:
+    predictor = vit.Predictor(model)
+    with pytest.raises(ValueError, match="the batch has the columns photo; name one image"):
+        predictor({"photo": paths})
+    for one in (str(paths[0]), Image.new("RGB", (8, 8))):
+        with pytest.raises(ValueError, match="put it into a list"):
+            predictor(one)
+    assert predictor([np.zeros((0, 0, 3), np.uint8)])["error"] == ["the image has no pixels"]
+    # a row of a table may hold none
+    assert predictor([None])["error"][0]

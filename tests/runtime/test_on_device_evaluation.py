@@ -8,7 +8,7 @@ import pytest
 
 from tests.runtime.conftest import Count, Meter
 from vit.bundle import open_model
-from vit.prediction.predictor import BatchPredictor
+from vit.prediction.batch_predictor import BatchPredictor
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])

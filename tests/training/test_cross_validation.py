@@ -7,7 +7,7 @@ import torch
 from sklearn.metrics import average_precision_score
 
 from vit.evaluation.intervals import compute_clustered_interval
-from vit.prediction.predictor import Features
+from vit.prediction.batch_predictor import Features
 from vit.training.linear_probe import predict_by_other_folds
 
 BURST = 4

@@ -9,7 +9,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
-from vit.prediction.predictor import Features
+from vit.prediction.batch_predictor import Features
 from vit.training.folds import assign_folds
 from vit.training.linear_probe import fit_probe
 

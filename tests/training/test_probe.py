@@ -20,7 +20,7 @@ from vit.data.dataset import ImageRule
 from vit.data.open import open_dataset
 from vit.data.preprocess import Preprocess
 from vit.model.model_file import read_model_file, write_model_file
-from vit.prediction.predictor import BatchPredictor, compute_features
+from vit.prediction.batch_predictor import BatchPredictor, compute_features
 from vit.training.automatic import choose_config
 from vit.training.folds import assign_folds
 from vit.training.linear_probe import fit_probe

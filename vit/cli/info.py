@@ -47,6 +47,8 @@ def _describe_model(source: str) -> dict[str, object]:
         "number of classes": len(bundle.class_names),
         "sha256": bundle.sha256,
         **bundle.metadata,
+        # without the names of images
+        "data": {name: fact for name, fact in bundle.data.items() if name != "held_out"},
         "class_names": list(bundle.class_names),
         "preprocess": bundle.preprocess.to_dict(),
     }

@@ -21,7 +21,7 @@ import numpy as np
 from vit.data.dataset import DecodedPixels, ImageDataset, check_unreadable
 from vit.data.duplicates import compute_dhash, hash_pixels
 from vit.data.preprocess import IMAGENET_MEAN, IMAGENET_STD, Preprocess
-from vit.data.sources.base import read_digests
+from vit.data.sources.base import ImageReader, read_digests
 from vit.runtime.files import (
     default_cache_dir,
     open_cached,
@@ -186,7 +186,7 @@ def _build(
     pool = Parallel(n_jobs=num_jobs, return_as="generator_unordered", max_nbytes=None)
     # a generator, because the parts of millions of images would take much memory
     tasks = (
-        delayed(_decode_chunk)(dataset.subset(chunk), chunk, pixels, preprocess)
+        delayed(_decode_chunk)(dataset.reader.subset(chunk), chunk, pixels, preprocess)
         for chunk in np.split(np.arange(count), range(_CHUNK, count, _CHUNK))
     )
     with show_progress(f"decoding {dataset.name}", count) as advance:
@@ -211,7 +211,7 @@ def _build(
 
 
 def _decode_chunk(
-    dataset: ImageDataset, rows: np.ndarray, pixels: np.ndarray, preprocess: Preprocess
+    reader: ImageReader, rows: np.ndarray, pixels: np.ndarray, preprocess: Preprocess
 ) -> tuple[np.ndarray, np.ndarray, _Failures]:
     """Decode images into these rows of a memory map. Return the rows, the images' hashes, uint64
     [2, n], and the failures."""
@@ -219,7 +219,7 @@ def _decode_chunk(
     failures: _Failures = {}
     for index, row in enumerate(rows.tolist()):
         try:
-            image = preprocess.to_rgb(dataset.image(index))
+            image = preprocess.to_rgb(reader.image(index))
             hashes[:, index] = hash_pixels(image), compute_dhash(image)
             pixels[row] = preprocess.to_uint8(image)
         except (ValueError, OSError) as error:

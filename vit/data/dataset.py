@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from PIL import Image
@@ -76,11 +77,6 @@ class ImageDataset:
         return self.labels.ndim == 2
 
     @property
-    def class_word(self) -> str:
-        """Word for the `class_names` in a sentence."""
-        return "labels" if self.is_multilabel else "classes"
-
-    @property
     def strata(self) -> np.ndarray:
         """The part of the data that each image stands for when splits and folds are drawn, int64
         [n]: its class, or its set of labels."""
@@ -125,7 +121,7 @@ class ImageDataset:
         digests: np.ndarray = self.hashes[0]
         return digests
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """Hexadecimal sha256 by which the images are known.
 
@@ -143,7 +139,7 @@ class ImageDataset:
             facts = self.labels.astype("<i8").tobytes()
             stats = self.reader.stats()
             # sizes instead of times, which differ on another machine
-            facts += self.reader.cache_key() if stats is None else stats[:, 0].tobytes()
+            facts += (self.reader.digests() if stats is None else stats[:, 0]).tobytes()
         text = json.dumps(names) + "several labels" * self.is_multilabel
         return hashlib.sha256(text.encode() + facts).hexdigest()
 

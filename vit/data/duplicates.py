@@ -6,7 +6,7 @@ import hashlib
 import numpy as np
 from PIL import Image
 
-from vit.data.images import DeepImage
+from vit.data.depth import DeepImage
 
 # bits of 64 by which near-duplicates may differ
 _NEAR = 6

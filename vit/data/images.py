@@ -13,6 +13,7 @@ from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from vit.data.depth import (
     DICOM_SUFFIX,
+    DeepImage,
     check_size,
     has_dicom,
     is_deep,
@@ -20,7 +21,6 @@ from vit.data.depth import (
     read_deep,
     read_dicom,
 )
-from vit.data.depth import DeepImage as DeepImage
 from vit.runtime.arguments import check_kind, first_line, shorten
 from vit.runtime.drive import DRIVE_ERRORS, report_drive
 

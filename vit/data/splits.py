@@ -107,7 +107,8 @@ class DatasetSplits:
 
     def list_held_out(self) -> dict[str, list[str]]:
         """List the ids of the images of each split that isn't the data set's own: split → ids."""
-        return {split: list(self.split(split).ids) for split in self._held_out}
+        held_out = self._held_out.keys() & self._divided.keys()
+        return {split: list(self._divided[split].ids) for split in sorted(held_out)}
 
     @property
     def _held_out(self) -> dict[str, float]:

@@ -13,14 +13,19 @@ import ray
 import ray.data
 
 from vit.data.images import IMAGE_SUFFIXES
-from vit.prediction.image_predictor import Predictor
+from vit.prediction.predictor import Predictor
 from vit.runtime.console import echo
 
 # at most, for a worker without a GPU
 _CORES = 4
 _TEXTS = pa.list_(pa.string())
 # columns without a single value in some files
-_TYPES = {"labels": _TEXTS, "prediction_set": _TEXTS, "error": pa.string()}
+_TYPES = {
+    "predicted": pa.string(),
+    "labels": _TEXTS,
+    "prediction_set": _TEXTS,
+    "error": pa.string(),
+}
 
 
 class _Worker(Predictor):

@@ -23,9 +23,9 @@ from vit.evaluation.predictions import (
 from vit.evaluation.result import EVALUATION_FILE, Evaluation, EvaluationResult
 from vit.evaluation.subgroups import measure_subgroups, read_values
 from vit.evaluation.thresholds import choose_operating_point, parse_rule
+from vit.prediction.batch_predictor import BatchPredictor
 from vit.prediction.conformal import measure_sets
 from vit.prediction.decision import describe_decision, read_class_threshold, read_thresholds
-from vit.prediction.predictor import BatchPredictor
 from vit.prediction.probabilities import Float32s
 from vit.runtime.arguments import check_minimum
 from vit.runtime.device import describe_device
@@ -187,7 +187,7 @@ def evaluate(
             fitted,
             num_examples=num_examples,
             is_main=current_process().is_main,
-            has_new_values=rule is not None,
+            has_new_point=rule is not None,
         )
 
 
@@ -244,10 +244,12 @@ def _measure(
     images: EvaluationSet,
     logits: Float32s,
     values: Mapping[str, Mapping[str, str]],
-    **facts: Any,
+    *,
+    data: str,
+    notes: list[str],
+    conditions: dict[str, str],
 ) -> tuple[Scores, Evaluation]:
-    """Measure logits, of all images and by columns, see `read_values`. The facts are other fields
-    of the evaluation."""
+    """Measure logits, of all images and by columns, see `read_values`."""
     dataset = images.dataset
     scores = score_logits(
         logits,
@@ -262,7 +264,7 @@ def _measure(
     if dataset.split != CROSS_VALIDATION:
         overlap = find_overlap(bundle, images, is_correct=scores.correct)
     evaluation = Evaluation(
-        task="multilabel" if bundle.is_multilabel else "classes",
+        task=bundle.data.get("task", "classes"),
         metrics={name: find_known(value) for name, value in measured.metrics.items()},
         intervals=measured.intervals,
         per_class=measured.per_class,
@@ -282,7 +284,9 @@ def _measure(
         model=bundle.name,
         model_sha256=bundle.sha256,
         run_id=bundle.metadata.get("run_id"),
-        **facts,
+        data=data,
+        notes=notes,
+        conditions=conditions,
     )
     return scores, evaluation
 

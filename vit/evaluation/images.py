@@ -17,7 +17,7 @@ from vit.data.duplicates import find_duplicates
 from vit.data.open import open_for_model, open_passed
 from vit.data.preprocess import Preprocess
 from vit.data.splits import DatasetSplits
-from vit.prediction.predictor import Pixels, read_dataset
+from vit.prediction.batch_predictor import Pixels, read_dataset
 from vit.prediction.probabilities import Bools, Ints
 from vit.runtime.arguments import check_kind, shorten
 
@@ -133,7 +133,7 @@ class TrainTestOverlap:
     """Evaluated images that were in training: metrics on them don't measure generalisation.
 
     `exact` ones have the same pixels, `near` ones are recoded, resized, mirrored or very similar;
-    `examples` names 20, exact ones first; `accuracy_without` is the top-1 accuracy, or exact match,
+    `examples` names up to 20, exact ones first; `accuracy_without` is the top-1 accuracy, or exact match,
     of the other images, null without any.
     """
 

@@ -229,7 +229,7 @@ class EvaluationResult(Result):
         bundle: The model, with its operating point.
         num_examples: Errors that the report shows.
         is_main: True in the process that writes files.
-        has_new_values: True if the operating point is new; `save` writes a model file with it.
+        has_new_point: True if the operating point is new; `save` writes a model file with it.
     """
 
     evaluation: Evaluation
@@ -239,7 +239,7 @@ class EvaluationResult(Result):
     bundle: Bundle
     num_examples: int = 16
     is_main: bool = True
-    has_new_values: bool = False
+    has_new_point: bool = False
 
     def __repr__(self) -> str:
         return f"EvaluationResult{repr(self.evaluation).removeprefix('Evaluation')}"
@@ -254,11 +254,11 @@ class EvaluationResult(Result):
         from vit.evaluation.report.report import build_report
 
         files: dict[str, FileContent] = {}
-        if self.has_new_values:
+        if self.has_new_point:
             files[MODEL_FILE] = self.bundle.save
         return {
             **files,
-            "predictions.csv": self.write_predictions,
+            "predictions.csv": self.write_table,
             PREDICTIONS_FILE: lambda path: save_predictions(
                 path, self.images.dataset, self.scores, self.logits
             ),
@@ -267,7 +267,7 @@ class EvaluationResult(Result):
             EVALUATION_FILE: self._write_evaluation,
         }
 
-    def write_predictions(self, path: Path) -> None:
+    def write_table(self, path: Path) -> None:
         """Write predictions.csv for people: a line for each image, with the probability of each
         class in the digits of a float32: 0.7 GB for 50,000 images of 1,000 classes."""
         scores, images = self.scores, self.images
@@ -299,7 +299,7 @@ class EvaluationResult(Result):
 
     def _write_evaluation(self, path: Path) -> None:
         evaluation = self.evaluation
-        if self.has_new_values:
+        if self.has_new_point:
             # the evaluation is of the file beside it
             sha256 = compute_sha256(path.with_name(MODEL_FILE))
             evaluation = evaluation.model_copy(update={"model_sha256": sha256})

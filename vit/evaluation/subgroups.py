@@ -32,11 +32,7 @@ def read_values(dataset: ImageDataset, column: str) -> dict[str, str]:
     if dataset.rows is None:
         raise ValueError(f"--by {shorten(column)} needs a table with that column")
     found = dataset.read_column(column)
-    # NaN is no value, and the only one that differs from itself
-    values = {
-        name: "" if value is None or value != value else printable(str(value).strip())
-        for name, value in ((name, found.get(name)) for name in dataset.ids)
-    }
+    values = {name: printable(found.get(name, "")) for name in dataset.ids}
     count = len(set(values.values()))
     if count > _MAX_VALUES:
         raise ValueError(

@@ -28,7 +28,7 @@ def attribute(
     target: TargetLike = "auto",
     map_options: Mapping[str, object] | None = None,
     class_names: Sequence[str] | None = None,
-) -> Float[Tensor, "B *T rows columns"]:
+) -> Float[Tensor, "B rows columns"]:
     """Compute the maps of normalised images that are tensors, for example in a
     training loop.
 
@@ -45,7 +45,7 @@ def attribute(
 
     Returns:
         The maps [B, rows, columns] on the device of the images, without a
-        graph; [B, T, rows, columns] for T classes.
+        graph.
 
     Raises:
         ValueError: The images aren't normalised tensors of finite values on the

@@ -24,7 +24,7 @@ from vit.explanation.writer import FORMATS, write_pictures, write_results
 from vit.runtime.arguments import as_tuple, check_choice, check_minimum
 from vit.runtime.files import check_output, expand_home, open_output
 
-# images whose maps are tested by default: of a ViT-S/16, a test takes five times as long as maps
+# images whose maps are tested by default; for a ViT-S/16 a test takes five times as long as the maps
 _NUM_TESTED = 16
 
 
@@ -114,7 +114,7 @@ def explain(
     if folder is not None:
         for name in kinds:
             check_choice(name, FORMATS, name="--format")
-        check_output(folder, overwrite=overwrite)
+        check_output(folder, overwrite=overwrite, sources=(bundle.name,))
     found = Explanations(bundle, names, images=[], unreadable=explainer.unreadable)
     cards: list[dict[str, Any]] = []  # images of the gallery
     for batch in explainer:

@@ -35,9 +35,8 @@ class ImageItem(NamedTuple):
 def find_items(
     bundle: Bundle, images: ImageInputs | None, num_images: int | None
 ) -> list[ImageItem]:
-    """Find the images to explain; for None, `num_images`, 16 by default, of the model's test split,
-    and of shards at an address as many. Raise ValueError if images are named, and `num_images`,
-    too."""
+    """Find the images to explain. None: `num_images`, by default 16, of the model's test split. Of
+    shards at an address as many. Raise ValueError for `num_images` with other images."""
     recorded = bundle.recorded_images
     if images is None:
         splits = bundle.passed_images or open_for_model(None, recorded=recorded)
@@ -76,9 +75,11 @@ def name_images(paths: Sequence[str], num_shared: int | None = None) -> list[str
     all have), and its stem. Files that differ by suffix alone get a hash of the path."""
     parts = [Path(path).parts for path in paths]
     if num_shared is None:
-        folders = zip(*(path[:-1] for path in parts), strict=False)
-        num_shared = sum(1 for _ in takewhile(lambda names: len(set(names)) == 1, folders))
-    names = [clean_name("-".join((*path[num_shared:-1], Path(path[-1]).stem))) for path in parts]
+        levels = zip(*(path[:-1] for path in parts), strict=False)
+        num_shared = sum(1 for _ in takewhile(lambda names: len(set(names)) == 1, levels))
+    stems = [Path(path).stem for path in paths]
+    folders = [each[num_shared:-1] for each in parts]
+    names = [clean_name("-".join((*own, stem))) for own, stem in zip(folders, stems, strict=True)]
     # file systems may ignore case
     counts = Counter(name.casefold() for name in names)
     for place, path in enumerate(paths):

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from vit.bundle import Bundle
+from vit.data.dataset import printable
 from vit.data.preprocess import Geometry
 from vit.explanation.checks.sanity_checks import SanityCheck
 from vit.explanation.methods.registry import Method
@@ -107,7 +108,7 @@ class ImageResult:
             for result in self.maps
         ]
         return {
-            "path": self.path,
+            "path": printable(self.path),
             "name": self.name,
             "size": list(self.geometry.original_size),
             "box": list(self.geometry.box),

@@ -141,7 +141,9 @@ def describe_target(target: TargetLike) -> Any:
     if callable(target):
         name = getattr(target, "__name__", "<")
         return "a function of the outputs" if name.startswith("<") else name
-    return target.tolist() if isinstance(target, Tensor) else target
+    if hasattr(target, "tolist"):
+        return target.tolist()
+    return list(map(describe_target, target)) if isinstance(target, list | tuple) else target
 
 
 def build_target(

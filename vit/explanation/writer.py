@@ -10,6 +10,7 @@ from typing import Any
 
 from PIL import Image
 
+from vit.data.dataset import printable
 from vit.explanation.gallery.gallery import write_gallery
 from vit.explanation.records import Explanations, ImageResult
 from vit.explanation.render.overlay import blend
@@ -62,7 +63,10 @@ def write_results(
         "preprocess": bundle.preprocess.to_dict(),
         "versions": collect_versions(),
         "images": entries,
-        "unreadable": [{"path": path, "reason": reason} for path, reason in found.unreadable],
+        "unreadable": [
+            {"path": printable(path), "reason": printable(reason)}
+            for path, reason in found.unreadable
+        ],
     }
     write_atomically(folder / "manifest.json", format_json(manifest))
     if "html" in formats:

@@ -59,7 +59,7 @@ def scaled_dot_product_attention(
     if mask is not None and mask.is_floating_point():
         raise ValueError(
             f"an attention mask is boolean, True = attend, not {mask.dtype}; "
-            "of one that adds -inf to what it ignores, pass (mask == 0)"
+            "for a mask that adds -inf, pass (mask == 0)"
         )
     scores = (query * query.shape[-1] ** -0.5) @ key.transpose(-2, -1)  # [..., Nq, Nk]
     if mask is None and not causal:

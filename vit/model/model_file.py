@@ -32,8 +32,6 @@ _NEEDED = {"class_names": list, "config": dict, "data": dict, "preprocess": dict
 # arrays that are kept among the weights
 _HASHES = ("training_hashes/digests", "training_hashes/perceptual")
 _LIKENESS = ("likeness/training_features", "likeness/distances")
-# the distance is that to the k-th nearest training image (Sun et al. 2022, section 3)
-NUM_NEIGHBOURS = 5
 StateDict = dict[str, Tensor]
 Metadata = Mapping[str, Any]
 Hashes = tuple[NDArray[np.uint64], NDArray[np.uint64]]
@@ -55,7 +53,7 @@ class ModelFile:
     Attributes:
         weights: Tensors by name.
         metadata: The JSON object; empty in a file of another program.
-        training_hashes: SHA-256 digests and dHashes of the training images.
+        training_hashes: Hashes of pixels and dHashes of the training images.
         likeness: Features by which unusual images are found.
     """
 

@@ -1,5 +1,6 @@
 """Image size, normalisation and class names of a model of timm or Hugging Face."""
 
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -11,20 +12,27 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from vit.runtime.arguments import as_pair
 from vit.runtime.documents import read_json
 
+_TURN = threading.RLock()
 # Pillow's number → the filter
 _INTERPOLATIONS = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
 
 
 @contextmanager
 def keep_mode(model: object) -> Iterator[None]:
-    """Restore the training or evaluation mode of every submodule at the end; of a name, nothing."""
-    modules = list(model.modules()) if isinstance(model, nn.Module) else []
-    modes = [module.training for module in modules]
-    try:
+    """Restore the training or evaluation mode of every submodule at the end; for a name, do nothing.
+
+    Threads take turns: otherwise one would restore what another had changed for a while.
+    """
+    if not isinstance(model, nn.Module):
         yield
-    finally:
-        for module, training in zip(modules, modes, strict=True):
-            module.training = training
+        return
+    with _TURN:
+        modes = [(module, module.training) for module in model.modules()]
+        try:
+            yield
+        finally:
+            for module, training in modes:
+                module.training = training
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:

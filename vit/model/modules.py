@@ -42,7 +42,8 @@ def load_timm(source: nn.Module | str | Path) -> VisionTransformer:
             has the attention heads of the published ViTs of its width.
 
     Returns:
-        The model in evaluation mode. It computes timm's logits.
+        The model in evaluation mode, which computes timm's logits. A module
+        of this project is returned as it is.
 
     Raises:
         ValueError: VisionTransformer can't compute this model, the file is
@@ -83,7 +84,8 @@ def load_pretrained(
 
 
 def _convert(module: nn.Module) -> VisionTransformer:
-    """Return a module as one of this project. Its weights are copied."""
+    """Return a module as one of this project, with a copy of its weights; one of this project as it
+    is."""
     if isinstance(module, VisionTransformer):
         return module
     # timm takes seconds to import

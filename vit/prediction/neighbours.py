@@ -6,10 +6,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vit.model.model_file import NUM_NEIGHBOURS
 from vit.prediction.probabilities import Float32s, Floats, Ints
 
 Features = NDArray[np.floating[Any]]
+# the distance is that to the k-th nearest training image (Sun et al. 2022, section 3)
+_NUM_NEIGHBOURS = 5
 # cosines computed at once: 32 MiB
 _BLOCK = 1 << 23
 
@@ -32,10 +33,10 @@ def find_nearest(features: Features, references: Features, count: int) -> tuple[
 
 
 def compute_distances(features: Features, training_features: Features) -> Floats:
-    """Compute the distance of each image, [n, D], to its k-th nearest training image of [m, D], 0 to
-    2: of features of length one (Sun, Ming, Zhu & Li 2022, "Out-of-distribution detection with deep
+    """Compute the distance, 0 to 2, of each image's normalised features, [n, D], to its k-th nearest
+    training image's, [m, D] (Sun, Ming, Zhu & Li 2022, "Out-of-distribution detection with deep
     nearest neighbors")."""
-    _, cosines = find_nearest(features, training_features, NUM_NEIGHBOURS)
+    _, cosines = find_nearest(features, training_features, _NUM_NEIGHBOURS)
     # |a - b|² = 2 - 2 a·b
     return np.sqrt(np.maximum(2 - 2 * cosines[:, -1], 0)).astype(np.float64)
 

@@ -12,8 +12,8 @@ from vit.bundle import ModelLike, Models, keeps_mode, open_model
 from vit.data.images import ImageInputs, list_images
 from vit.data.sources.tables import is_table, list_rows
 from vit.model.logits import count_features
-from vit.prediction.image_predictor import Predictor, decode_batches
-from vit.prediction.predictor import BatchPredictor, Pixels, read_from
+from vit.prediction.batch_predictor import BatchPredictor, Pixels, read_from
+from vit.prediction.predictor import Predictor, decode_batches
 from vit.prediction.probabilities import Float32s
 from vit.prediction.records import Prediction, PredictionResult, write_output
 from vit.runtime.arguments import check_minimum

@@ -1,232 +1,229 @@
-"""The only inference loop: from uint8 images, in memory or of a data set, to float32 logits and
-features."""
+"""From images in any form to predictions: the core of `vit.predict`, of `vit serve` and of engines
+for many machines."""
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Self, cast
+import io
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property, partial
+from itertools import chain, islice, pairwise
+from pathlib import Path
+from typing import Any
 
 import numpy as np
-import torch
-import torch.distributed as dist
-from jaxtyping import Float
-from numpy.typing import NDArray
-from torch import Tensor, nn
+from PIL import Image
 
-from vit.bundle import Bundle
-from vit.data.dataset import ImageDataset
+from vit.bundle import Bundle, Models, open_model, require_classifier
+from vit.data.images import open_pixels, read_image
 from vit.data.preprocess import Preprocess
-from vit.model.logits import (
-    Readout,
-    compute_block_features,
-    compute_logits,
-    compute_logits_and_features,
-    count_features,
-    list_readouts,
-)
-from vit.model.vision_transformer import VisionTransformer
-from vit.prediction.probabilities import Float32s
-from vit.runtime.device import (
-    Precision,
-    autocast,
-    choose_precision,
-    copy_to_device,
-    run_in_memory,
-)
-from vit.runtime.processes import current_process
-from vit.runtime.progress import show_progress
-from vit.runtime.threads import MAX_THREADS, BatchThreads
+from vit.prediction.batch_predictor import BatchPredictor, Pixels, read_from
+from vit.prediction.conformal import compute_p_values, predict_sets
+from vit.prediction.decision import compute_probabilities, decide_labels, rank_classes
+from vit.prediction.neighbours import compute_distances
+from vit.prediction.records import COLUMNS, Prediction
+from vit.runtime.arguments import check_minimum
 
-Pixels = NDArray[np.uint8]
-# `read(start, stop)` returns these images as the model sees them, uint8 [B, H, W, 3].
-Read = Callable[[int, int], Pixels]
-# (number of blocks, pooling) → features of the images
-Features = Mapping[Readout, Float[Tensor, "n D"]]
-# On a CPU, smaller batches cost more than their images do.
-_MIN_BATCH_SIZE = 16
+# name of a column → an array with an entry for each image
+Columns = dict[str, Any]
+# threads that decode images; more would keep more large photos in memory
+_MIN_THREADS = 8
+# an image's name, and its pixels as the model sees it or why it can't be read
+Decoded = tuple[str, Pixels | str]
 
 
-@dataclass
-class BatchPredictor:
-    """A model in evaluation mode with the conditions that it runs under."""
+class Predictor:
+    """A model as a callable from a batch of images to a dictionary of arrays, for Ray Data or a
+    queue of your own.
 
-    model: nn.Module
-    preprocess: Preprocess
-    num_classes: int
-    # images in a forward pass; fewer if a GPU's memory doesn't hold them
-    batch_size: int
-    device: torch.device
-    precision: Precision
+    Pickled, it holds the path of a model, which is opened on first use. A
+    module is put into evaluation mode.
 
-    def __post_init__(self) -> None:
-        # Largest number of images that fitted a GPU's memory so far.
-        self._part_size = self.batch_size
-
-    @classmethod
-    def from_bundle(
-        cls, bundle: Bundle, *, batch_size: int | None = None, precision: str = "auto"
-    ) -> Self:
-        """Return a predictor on the bundle's device; by default with the batch size and precision
-        that suit the device."""
-        return cls(
-            model=bundle.model,
-            preprocess=bundle.preprocess,
-            num_classes=len(bundle.class_names),
-            batch_size=batch_size or choose_batch_size(bundle.device),
-            device=bundle.device,
-            precision=choose_precision(precision, bundle.device),
-        )
-
-    def predict(
-        self,
-        read: Read,
-        *,
-        count: int,
-        on_progress: Callable[[int], object] = lambda done: None,
-    ) -> Float32s:
-        """Compute the logits of images, float32 [count, num_classes]. See `compute`."""
-        logits = self.compute(
-            partial(compute_logits, self.model),
-            read,
-            shape=(count, self.num_classes),
-            on_progress=on_progress,
-        )
-        return cast(Float32s, logits.numpy())
-
-    def predict_with_features(self, read: Read, *, count: int) -> tuple[Float32s, Float32s]:
-        """Compute the logits [count, num_classes] and the pooled features [count, D] that the head
-        reads, which are those of the image alone; `count_features` is their width D."""
-
-        def compute_batch(batch: Tensor) -> Tensor:
-            logits, features = compute_logits_and_features(self.model, batch)
-            # side by side, so that they are copied at once; a model without a classifier has no
-            # logits
-            return torch.cat([logits[:, : self.num_classes], features], dim=1)
-
-        width = self.num_classes + count_features(self.model)
-        results = self.compute(compute_batch, read, shape=(count, width)).numpy()
-        return results[:, : self.num_classes], results[:, self.num_classes :]
-
-    @torch.inference_mode()
-    def compute(
-        self,
-        function: Callable[[Tensor], Tensor],
-        read: Read,
-        *,
-        shape: tuple[int, ...],
-        dtype: torch.dtype = torch.float32,
-        on_progress: Callable[[int], object] = lambda done: None,
-    ) -> Tensor:
-        """Compute something for each image, and return it for all of them, on the CPU.
-
-        In a process group every process takes every world_size-th batch and gets all results back.
-        The batches don't depend on the number of processes, so neither does any bit of the results.
-        No batch is padded, so no image counts twice.
-
-        Args:
-            function: Maps normalised images [B, 3, H, W] to their results; it calls the model.
-            read: Reads images; on a CPU several threads call it.
-            shape: Shape of all results: the number of images, then the shape for one image.
-            on_progress: Called with the number of images just done by all processes together; on a
-                CPU from several threads.
-        """
-        count = shape[0]
-        process = current_process()
-        world_size = process.world_size
-        results_device = self.device if world_size > 1 else torch.device("cpu")
-        results = torch.zeros(shape, dtype=dtype, device=results_device)
-        batch_size = self.batch_size
-        if self.device.type == "cpu" and count > batch_size:
-            # All threads get about equally many images. The number of threads that there are
-            # doesn't count, because the last bits of a result depend on the batch size.
-            num_rounds = math.ceil(count / (batch_size * MAX_THREADS))
-            equal_size = math.ceil(count / (num_rounds * MAX_THREADS))
-            batch_size = max(equal_size, min(batch_size, _MIN_BATCH_SIZE))
-        # one batch for each process
-        images_a_round = world_size * batch_size
-
-        def run_part(start: int, stop: int) -> None:
-            pixels = torch.from_numpy(np.array(read(start, stop)))
-            images = self.preprocess.normalize(copy_to_device(pixels, self.device))
-            results[start:stop] = function(images).to(results_device)
-
-        # inference mode is set for each thread
-        @torch.inference_mode()
-        def run(rounds: Iterable[int]) -> None:
-            # One context around the loop: autocast keeps its bf16 copies of the weights as long.
-            with autocast(self.device, self.precision):
-                for first in rounds:
-                    start = first + process.rank * batch_size
-                    stop = min(start + batch_size, count)
-                    # in the last round this process may have no batch
-                    if start >= count:
-                        continue
-                    self._part_size = run_in_memory(
-                        run_part, start, stop, part_size=self._part_size, device=self.device
-                    )
-                    on_progress(min(images_a_round, count - start))
-
-        rounds = range(0, count, images_a_round)
-        is_threadable = self.device.type == "cpu" and isinstance(self.model, VisionTransformer)
-        if is_threadable and world_size == 1 and len(rounds) > 1:
-            threads = BatchThreads()
-            # each thread takes the next batch when it has finished one
-            pending = iter(rounds)
-            list(threads.map(run, [pending] * threads.count))
-        else:
-            run(rounds)
-        if world_size > 1:
-            # for each image all processes but one hold zero, so the sum rounds nothing
-            dist.all_reduce(results)
-        return results.cpu()
-
-
-def read_from(images: Sequence[Pixels]) -> Read:
-    """Return a `Read` for images in memory, uint8 [H, W, 3] each."""
-    return lambda start, stop: np.stack(images[start:stop])
-
-
-def choose_batch_size(device: torch.device) -> int:
-    """Return the number of images in a forward pass: on a CPU the 64 that its caches hold, else
-    256."""
-    return 64 if device.type == "cpu" else 256
-
-
-def compute_features(predictor: BatchPredictor, dataset: ImageDataset) -> Features:
-    """Compute the pooled features of images after each block.
-
-    Returns:
-        Features by number of blocks and pooling ("token": the class token, "avg": the mean of the
-        patches), float32 [n, D] on the CPU. For a model of timm, (0, "pre_logits") is the input of
-        its classifier.
+    Args:
+        model: See `vit.evaluate`; or several, whose probabilities are averaged.
+        top_k: Classes of each prediction of `predict_items`.
+        batch_size: Images in a forward pass.
+        device: See `vit.evaluate`.
+        precision: See `vit.evaluate`.
 
     Raises:
-        ValueError, OSError: An image can't be read, or the model has no pooled features.
+        ValueError: The model can't be opened (on first use), or an option is
+            wrong.
+
+    Example:
+        >>> predictor = vit.Predictor("runs/digits")
+        >>> columns = predictor(["photo.png", "other.png"])
+        >>> columns["predicted"]  # the names of two classes
     """
-    model = predictor.model
-    readouts = list_readouts(model)
-    title = f"features of {dataset.name} {dataset.split}"
-    with show_progress(title, len(dataset), shown=current_process().is_main) as advance:
-        values = predictor.compute(
-            partial(compute_block_features, model),
-            partial(read_dataset, dataset, predictor.preprocess),
-            shape=(len(dataset), len(readouts), count_features(model)),
-            on_progress=advance,
+
+    def __init__(
+        self,
+        model: Models,
+        *,
+        top_k: int = 5,
+        batch_size: int = 64,
+        device: str = "auto",
+        precision: str = "auto",
+    ) -> None:
+        check_minimum(1, top_k=top_k, batch_size=batch_size)
+        self.model = model
+        self.top_k = top_k
+        self.batch_size = batch_size
+        self.device = device
+        self.precision = precision
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a process that gets a predictor opens the model itself
+        opened = ("bundle", "batch_predictor")
+        return {name: value for name, value in vars(self).items() if name not in opened}
+
+    @cached_property
+    def bundle(self) -> Bundle:
+        """The model, opened."""
+        bundle = open_model(self.model, device=self.device)
+        require_classifier(bundle)
+        return bundle
+
+    @cached_property
+    def batch_predictor(self) -> BatchPredictor:
+        """The inference loop."""
+        return BatchPredictor.from_bundle(
+            self.bundle, batch_size=self.batch_size, precision=self.precision
         )
-    return {readout: values[:, place] for place, readout in enumerate(readouts)}
+
+    def __call__(self, images: Iterable[Any] | Mapping[str, Any]) -> Columns:
+        """Predict a batch of images.
+
+        Args:
+            images: Paths, encoded bytes, PIL images or uint8 arrays; or a dictionary of columns
+                with one of `image`, `bytes` or `path`, as Ray passes it. Its other columns are
+                passed on.
+
+        Returns:
+            Arrays of equal length: `predicted` (several labels with bars between them),
+            `probability`, `probabilities` [n, C] float32, `note`, `labels` (of a model of several
+            labels an image), `prediction_set`, `p_value` and `error`. An image that can't be read
+            has an error, NaN for numbers, an empty note, and None for the rest.
+        """
+        others, items = _split_columns(images)
+        predictions = list(self.predict_items(items))
+        rows = [{"note": "", **prediction.to_dict()} for prediction in predictions]
+        columns: Columns = {}
+        for name in COLUMNS:
+            # numpy would make a matrix of lists of equal length
+            columns[name] = np.empty(len(rows), dtype=object)
+            columns[name][:] = [row.get(name) for row in rows]
+        if not self.bundle.is_multilabel:
+            del columns["labels"]
+        for name in ("probability", "p_value"):
+            # None becomes NaN
+            columns[name] = columns[name].astype(float)
+        missing = np.full(len(self.bundle.class_names), np.nan)
+        matrix = [
+            missing if row.probabilities is None else row.probabilities for row in predictions
+        ]
+        columns["probabilities"] = np.array(matrix, np.float32).reshape(-1, len(missing))
+        # the caller joins the rows with its own by the other columns
+        return {**columns, **others}
+
+    def predict_items(self, items: Iterable[tuple[str, Any]]) -> Iterator[Prediction]:
+        """Yield the prediction of each image, in order, while one batch is in memory. Items are the
+        name of each image, and its path, encoded bytes, PIL image or array."""
+        for batch in decode_batches(items, self.bundle.preprocess, self.batch_size):
+            predictions = self.predict_pixels(
+                [(name, pixels) for name, pixels in batch if not isinstance(pixels, str)]
+            )
+            for name, pixels in batch:
+                if isinstance(pixels, str):
+                    yield Prediction(name, [], error=pixels)
+                else:
+                    yield next(predictions)
+
+    def predict_pixels(self, batch: Sequence[tuple[str, Pixels]]) -> Iterator[Prediction]:
+        """Yield the prediction of each image of a batch, given its name and the input's pixels."""
+        bundle, predictor, names = self.bundle, self.batch_predictor, self.bundle.class_names
+        read = read_from([pixels for _, pixels in batch])
+        p_values: list[float | None] = [None] * len(batch)
+        if bundle.likeness is None:
+            logits = predictor.predict(read, count=len(batch))
+        else:
+            logits, features = predictor.predict_with_features(read, count=len(batch))
+            distances = compute_distances(features, bundle.likeness.training_features)
+            held_out = bundle.likeness.distances.astype(np.float64)
+            p_values = compute_p_values(distances, held_out).tolist()
+        # the temperature changes probabilities, but neither the order of classes nor the sets
+        probabilities = compute_probabilities(bundle, logits)
+        sets = predict_sets(bundle, logits)
+        is_found = decide_labels(bundle, probabilities)
+        for row, ranked in enumerate(rank_classes(bundle, probabilities)):
+            labels = None
+            if bundle.is_multilabel:
+                labels = [names[index] for index in ranked if is_found[row, index]]
+            yield Prediction(
+                batch[row][0],
+                [
+                    (index, names[index], float(probabilities[row, index]))
+                    for index in ranked[: self.top_k]
+                ],
+                prediction_set=sets[row],
+                p_value=p_values[row],
+                labels=labels,
+                probabilities=probabilities[row].astype(np.float32),
+            )
 
 
-def compute_head_features(bundle: Bundle, dataset: ImageDataset) -> Float32s:
-    """Compute the pooled features of images that the head reads, [n, D]."""
-    predictor = BatchPredictor.from_bundle(bundle)
-    read = partial(read_dataset, dataset, bundle.preprocess)
-    return predictor.predict_with_features(read, count=len(dataset))[1]
+def _split_columns(
+    images: Iterable[Any] | Mapping[str, Any],
+) -> tuple[dict[str, Any], list[tuple[str, Any]]]:
+    """Return the columns of a batch that are passed on, and the name and image of each row."""
+    if isinstance(images, str | bytes | Image.Image) or getattr(images, "ndim", 1) in (2, 3):
+        raise ValueError("images is one image; put it into a list")
+    columns = dict(images) if isinstance(images, Mapping) else {"image": list(images)}
+    found = next((name for name in ("image", "bytes", "path") if name in columns), None)
+    if found is None:
+        have = ", ".join(map(str, columns))
+        raise ValueError(f"the batch has the columns {have}; name one image, bytes or path")
+    rows = columns["path"] if found == "path" else columns.pop(found)
+    names = columns.get("path")
+    if names is None:
+        names = [
+            row if isinstance(row, str | Path) else f"image {place}"
+            for place, row in enumerate(rows)
+        ]
+    return columns, list(zip(map(str, names), rows, strict=True))
 
 
-def read_dataset(dataset: ImageDataset, preprocess: Preprocess, start: int, stop: int) -> Pixels:
-    """Return images start … stop-1 as the model sees them, uint8 [B, H, W, 3]."""
-    if dataset.pixels is not None:
-        return preprocess.crop(dataset.pixels[start:stop])
-    images = [preprocess.to_uint8(dataset.image(index)) for index in range(start, stop)]
-    return np.stack(images)
+def decode_batches(
+    items: Iterable[tuple[str, Any]], preprocess: Preprocess, batch_size: int
+) -> Iterator[list[Decoded]]:
+    """Yield images in batches, decoded for a model; the next batch is decoded while the caller
+    works on one. See `Predictor.predict_items`."""
+
+    def decode(item: tuple[str, Any]) -> Decoded:
+        name, image = item
+        try:
+            return name, preprocess.to_uint8(_open_image(name, image))
+        except (OSError, ValueError) as error:
+            # without the path, which the prediction already names
+            return name, getattr(error, "strerror", None) or str(error)
+
+    # decoding a photo may take longer than its forward pass
+    pool = ThreadPoolExecutor(max(os.cpu_count() or 1, _MIN_THREADS))
+    left = iter(items)
+    started = map(partial(pool.map, decode), iter(lambda: list(islice(left, batch_size)), []))
+    try:
+        # the first of a pair is taken when the second one has been started
+        for batch, _ in pairwise(chain(started, [()])):
+            yield list(batch)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _open_image(name: str, image: Any) -> Image.Image:
+    if isinstance(image, Mapping) and "bytes" in image:
+        # as Hugging Face stores it
+        image = image["bytes"] or image.get("path")
+    if isinstance(image, str | Path):
+        return read_image(Path(image))
+    if isinstance(image, bytes | bytearray | memoryview):
+        return read_image(io.BytesIO(image), name=name)
+    return open_pixels(image)

@@ -62,7 +62,7 @@ def read_rows(path: Path) -> Iterator[tuple[str, dict[str, str]]]:
         reader = csv.reader(file)
         try:
             header = next(reader, [])
-            for row in reader:
+            for row in filter(None, reader):
                 fields = [re.sub(f"^'{_FORMULA}", r"\1", text) for text in row]
                 yield f"{path} line {reader.line_num}", dict(zip(header, fields, strict=True))
         except (csv.Error, ValueError) as error:

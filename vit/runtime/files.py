@@ -180,9 +180,15 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def check_output(path: Path, *, overwrite: bool) -> None:
+def check_output(path: Path, *, overwrite: bool, sources: Sequence[str] = ()) -> None:
     """Raise FileExistsError if an output directory holds files that may not be deleted: with
-    `overwrite`, those of an earlier result of vit may be."""
+    `overwrite`, those of an earlier result of vit may be. Raise ValueError if it holds one of the
+    `sources`, from which the new result is made."""
+    for source in sources:
+        if Path(source).resolve().is_relative_to(path.resolve()):
+            raise ValueError(
+                f"{path} holds {source}, from which this is made; name another --output"
+            )
     names = {entry.name for entry in path.iterdir()} if path.exists() else set()
     # Files of other programs are never deleted.
     if names - {_MARK} and not (overwrite and _MARK in names):
@@ -192,10 +198,10 @@ def check_output(path: Path, *, overwrite: bool) -> None:
         )
 
 
-def open_output(path: str | Path, *, overwrite: bool = False) -> Path:
+def open_output(path: str | Path, *, overwrite: bool = False, sources: Sequence[str] = ()) -> Path:
     """Create and return the empty output directory `path`. Raises the errors of `check_output`."""
     path = expand_home(path)
-    check_output(path, overwrite=overwrite)
+    check_output(path, overwrite=overwrite, sources=sources)
     path.mkdir(parents=True, exist_ok=True)
     # before anything is deleted; the directory itself may be a link or a mounted volume
     (path / _MARK).touch()
@@ -228,15 +234,9 @@ class Result(ABC):
             FileExistsError: It holds files, and `overwrite` is not set or vit did not make them.
             ValueError: It holds what the result was made from.
         """
-        place = expand_home(directory).resolve()
-        for source in self.sources:
-            if Path(source).resolve().is_relative_to(place):
-                raise ValueError(
-                    f"{directory} holds {source}, from which this is made; name another --output"
-                )
         # Built before the directory is emptied, so that a page that fails leaves it as it was.
         files = self.build_files()
-        output = open_output(directory, overwrite=overwrite)
+        output = open_output(directory, overwrite=overwrite, sources=self.sources)
         for name, content in files.items():
             write_atomically(output / name, content)
 

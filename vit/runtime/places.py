@@ -12,7 +12,7 @@ _ARCHIVES = (".zip", ".7z", ".rar", ".tgz", ".gz", ".bz2", ".xz")
 _SPREADSHEETS = (".xlsx", ".xls", ".ods", ".numbers")
 
 
-def find_nearest(name: str, known: Iterable[str]) -> str | None:
+def find_nearest_name(name: str, known: Iterable[str]) -> str | None:
     """Return the known name that is most like a misspelled one, or begins with it, if any."""
     name = name.casefold()
     by_folded = {each.casefold(): each for each in sorted(known, reverse=True)}
@@ -24,10 +24,10 @@ def find_nearest(name: str, known: Iterable[str]) -> str | None:
 def suggest(path: str | Path, known: Iterable[str] = ()) -> str:
     """Return "; did you mean X?" for a path that doesn't exist: a known name, or the file or folder
     beside it, that is most like it; empty if there is none."""
-    nearest = find_nearest(str(path), known)
+    nearest = find_nearest_name(str(path), known)
     missing = expand_home(path)
     if nearest is None and missing.parent.is_dir():
-        beside = find_nearest(missing.name, os.listdir(missing.parent))
+        beside = find_nearest_name(missing.name, os.listdir(missing.parent))
         nearest = beside and str(missing.parent / beside)
     return f"; did you mean {shlex.quote(nearest)}?" if nearest else ""
 

@@ -16,7 +16,7 @@ from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
 from vit.data.statistics import compute_class_weights
 from vit.model.logits import Readout
-from vit.prediction.predictor import Features
+from vit.prediction.batch_predictor import Features
 from vit.prediction.probabilities import Float32s, Ints
 from vit.training.folds import Folds, Labels, assign_folds, train_on_whole_classes
 

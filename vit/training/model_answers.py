@@ -16,9 +16,9 @@ from vit.evaluation.metrics import score_logits
 from vit.model.find_file import MODEL_FILE
 from vit.model.logits import count_features
 from vit.model.model_file import Likeness, read_model_file, write_model_file
+from vit.prediction.batch_predictor import compute_head_features
 from vit.prediction.conformal import COVERAGE, find_threshold
 from vit.prediction.neighbours import compute_distances, normalize_rows
-from vit.prediction.predictor import compute_head_features
 from vit.runtime.arguments import first_line
 from vit.training.run import Run
 from vit.training.validation import predict_validation

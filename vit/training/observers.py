@@ -13,6 +13,7 @@ from torch import nn
 from vit.runtime.console import echo
 from vit.runtime.numbers import format_percent
 from vit.runtime.progress import Advance, show_progress
+from vit.training.run_directory import TENSORBOARD
 
 # Fixed, so that the curves of a resumed run have the same points.
 LOG_EVERY_STEPS = 20
@@ -105,7 +106,7 @@ class TensorBoard(Observer):
     go on from its checkpoint."""
 
     def __init__(self, run_directory: Path) -> None:
-        self.directory = run_directory / "tensorboard"
+        self.directory = run_directory / TENSORBOARD
         self.writer: Any = None  # a SummaryWriter; torch's types lack half of it
 
     def on_start(self, *, step: int, total_steps: int, settings: Mapping[str, Any]) -> None:

@@ -37,7 +37,8 @@ def _summarize_run(run: Run) -> dict[str, str]:
     images = ", ".join(f"{len(dataset):,} {dataset.split}" for dataset in datasets)
     if num_unreadable := sum(len(dataset.unreadable) for dataset in datasets):
         images += f", {num_unreadable:,} unreadable"
-    classes = f"{len(data.train.class_names)} {data.train.class_word}"
+    word = "labels" if data.train.is_multilabel else "classes"
+    classes = f"{len(data.train.class_names)} {word}"
     length = "linear probe only"
     if plan.total_steps:
         epochs = math.ceil(plan.total_steps / plan.steps_per_epoch)

@@ -12,7 +12,7 @@ from vit.evaluation.metrics import score_logits
 from vit.evaluation.predictions import PREDICTIONS_FILE, save_predictions
 from vit.model.logits import cut_model
 from vit.model.vision_transformer import VisionTransformer
-from vit.prediction.predictor import Features, compute_features
+from vit.prediction.batch_predictor import Features, compute_features
 from vit.runtime.numbers import format_percent
 from vit.runtime.processes import current_process
 from vit.runtime.progress import show_progress

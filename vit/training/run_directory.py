@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from vit.evaluation.predictions import OUT_OF_FOLD_FILE, PREDICTIONS_FILE
+from vit.model.find_file import MODEL_FILE
 from vit.runtime.console import echo
 from vit.runtime.files import TEMPORARIES, remove
 from vit.runtime.locks import lock_file
@@ -14,12 +15,13 @@ CONFIG_FILE = "config.yaml"
 _LOCK_FILE = ".lock"
 FIRST_BATCH_FILE = "first_batch.png"
 CURVE_FILE = "learning_curve.json"
-_CHECKPOINTS = "checkpoints"
+CHECKPOINTS = "checkpoints"
+TENSORBOARD = "tensorboard"
 # Measurements of a run. A run that starts anew in its directory removes them.
-_RESULT_FILES = (METRICS_FILE, "tensorboard", PREDICTIONS_FILE, OUT_OF_FOLD_FILE, CURVE_FILE)
+_RESULT_FILES = (METRICS_FILE, TENSORBOARD, PREDICTIONS_FILE, OUT_OF_FOLD_FILE, CURVE_FILE)
 # Files that a run writes and --overwrite removes. Other files in the directory stay. The
 # configuration comes last: without it the others would not be known as a run's.
-_RUN_FILES = (*_RESULT_FILES, "model.safetensors", _CHECKPOINTS, FIRST_BATCH_FILE, CONFIG_FILE)
+_RUN_FILES = (*_RESULT_FILES, MODEL_FILE, CHECKPOINTS, FIRST_BATCH_FILE, CONFIG_FILE)
 
 
 @contextmanager
@@ -41,7 +43,7 @@ def open_run_directory(path: Path, *, resume: bool, overwrite: bool) -> Iterator
                 " --overwrite"
             )
         # A run can go on from its checkpoints alone, and a job's log may lie there.
-        if not holds_run and not (resume and (path / _CHECKPOINTS).exists()):
+        if not holds_run and not (resume and (path / CHECKPOINTS).exists()):
             ours = [path / _LOCK_FILE, path / FIRST_BATCH_FILE, *path.glob(TEMPORARIES)]
             foreign = {entry.name for entry in set(path.iterdir()).difference(ours)}
             if resume:
@@ -52,7 +54,7 @@ def open_run_directory(path: Path, *, resume: bool, overwrite: bool) -> Iterator
                     " --output"
                 )
         # A run that was killed has left them; nobody else writes here.
-        for folder in (path, path / _CHECKPOINTS):
+        for folder in (path, path / CHECKPOINTS):
             for temporary in folder.glob(TEMPORARIES):
                 remove(temporary)
         try:

@@ -13,7 +13,7 @@ from vit.config import AugmentConfig, Config
 from vit.data.loader import fits_in_memory
 from vit.data.workers import Transform
 from vit.model.vision_transformer import VisionTransformer
-from vit.prediction.predictor import read_dataset
+from vit.prediction.batch_predictor import read_dataset
 from vit.runtime.processes import current_process
 from vit.runtime.progress import show_progress
 from vit.training.data import TrainingData

@@ -65,9 +65,11 @@ class TrainStep:
         model: It may be wrapped in DistributedDataParallel.
         optimizer: It reads `grad_scale` and `found_inf`, as torch's fused optimizers do.
         lr_factor: Factor of all learning rates, from the number of a step, counted from 0.
+        loss: See `StepLoss`.
         precision: Precision of the forward pass; weights and gradients are float32.
         clip_grad: Largest L2 norm of all gradients together.
         grad_accum_steps: Parts that a batch is divided into, at least one for each thread.
+        ema_decay: Largest decay of the averaged weights. None: no average.
         threads: Threads of a CPU that differentiate the parts, for a model that is not wrapped.
         is_capturable: The model and the loss do the same in each step, so that on a CUDA device
             steps are captured as graphs.

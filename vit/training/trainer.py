@@ -36,6 +36,7 @@ from vit.training.model_writer import write_bundle
 from vit.training.observers import LOG_EVERY_STEPS, Observer
 from vit.training.plan import Progress, TrainingPlan
 from vit.training.probe import uses_probe
+from vit.training.run_directory import CHECKPOINTS
 from vit.training.signals import TrainingInterrupted, stop_on_signals
 from vit.training.train_step import StepResult, TrainStep
 from vit.training.validation import list_measures, validate
@@ -68,7 +69,7 @@ class Trainer:
         self.process = current_process()
         self.progress = Progress()
         self.writer = BackgroundWriter()
-        self._checkpoints = CheckpointStore(self.directory / "checkpoints")
+        self._checkpoints = CheckpointStore(self.directory / CHECKPOINTS)
         self._write_model = partial(
             write_bundle,
             directory=self.directory,

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from vit.evaluation.metrics import compute_metrics, score_logits
-from vit.prediction.predictor import BatchPredictor, choose_batch_size, read_dataset
+from vit.prediction.batch_predictor import BatchPredictor, choose_batch_size, read_dataset
 from vit.prediction.probabilities import Float32s
 from vit.runtime.device import choose_precision
 from vit.training.data import TrainingData

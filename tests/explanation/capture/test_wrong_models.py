@@ -341,6 +341,22 @@ def test_a_wrong_model_is_refused_in_a_sentence(name: str) -> None:
         vit.attribute(model, images, method="rollout")
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["rows in turn in one layer", "the mean is added first", "averages of blocks", "late fusion"],
+)
+def test_a_wrong_model_of_very_many_tokens_is_refused_by_the_first_of_them(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("forward", "reader", "verification"):
+        path = f"vit.explanation.capture.{module}"
+        monkeypatch.setattr(f"{path}.MANY_TOKENS", 8)
+        monkeypatch.setattr(f"{path}.FEW_TOKENS", 12, raising=False)
+    test_a_wrong_model_is_refused_in_a_sentence(name)
+    model, images = build(lambda: Classifier(blocks(attention)))
+    assert run_forward(model, images).reader.can_drop_tokens
+
+
 @pytest.mark.parametrize("convolution", [(7, 4, 3), (12, 8, 2)])
 def test_overlapping_patches_with_a_border_are_read(convolution: tuple[int, ...]) -> None:
     model, images = build(lambda: Patches(*convolution))

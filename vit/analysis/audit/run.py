@@ -16,7 +16,7 @@ from vit.data.statistics import measure_value_range
 from vit.evaluation.images import check_data
 from vit.model.logits import PRE_LOGITS
 from vit.model.vision_transformer import VisionTransformer
-from vit.prediction.predictor import BatchPredictor, compute_features
+from vit.prediction.batch_predictor import BatchPredictor, compute_features
 from vit.runtime.arguments import check_minimum
 from vit.runtime.files import FileContent, Result, format_json
 from vit.runtime.progress import show_progress
@@ -112,6 +112,8 @@ def audit(
     if find_spec("cleanlab") is None:
         raise ValueError("vit audit needs cleanlab: pip install '.[audit]' in the clone of vit")
     if dataset is None:
+        if class_names is not None:
+            raise ValueError("class_names are for dataset=…; leave them out")
         splits = open_for_model(data, root=root, recorded={}, rule=rule)
     else:
         splits = open_passed(dataset, class_names, rule=rule, model_classes=())

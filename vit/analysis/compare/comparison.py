@@ -10,7 +10,7 @@ from vit.evaluation.predictions import Predictions, load_predictions
 from vit.prediction.probabilities import Ints
 from vit.runtime.arguments import check_kind
 from vit.runtime.documents import read_json
-from vit.runtime.files import FileContent, Result, format_json
+from vit.runtime.files import FileContent, Result, expand_home, format_json
 
 # Differences with a smaller p-value are called significant.
 SIGNIFICANCE = 0.05
@@ -79,7 +79,8 @@ def compare(a: str | Path, b: str | Path) -> Comparison:
     expected = "a directory; a result of vit.evaluate is written by .save(directory)"
     for name, item in (("a", a), ("b", b)):
         check_kind(item, (str, Path), name=name, expected=expected)
-    (fingerprint_a, found_a), (fingerprint_b, found_b) = (_load(Path(item)) for item in (a, b))
+    a, b = expand_home(a), expand_home(b)
+    (fingerprint_a, found_a), (fingerprint_b, found_b) = map(_load, (a, b))
     # the fingerprint is of pixels and labels, not of names
     if fingerprint_a != fingerprint_b or found_a.ids.tolist() != found_b.ids.tolist():
         raise ValueError(

@@ -8,13 +8,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from vit.explanation.capture.forward import PatchMaps
 from vit.explanation.capture.tokens import Grid
 from vit.explanation.checks.token_ablation import ComputeKept
 from vit.explanation.targets import CLASS, Target
 from vit.model.logits import at_least_float32
 
 PerImage = Float[np.ndarray, " n"]
+PatchMaps = Float[Tensor, "n rows columns"]
 # from the patches of each of n images that are kept to the probabilities of their classes
 Predict = Callable[[Int[Tensor, "n kept"]], Float[Tensor, " n"]]
 # fractions of the patches that deletion curves remove, and that insertion curves keep

@@ -28,8 +28,8 @@ from vit.explanation.explainer import choose_explain_batch_size
 from vit.explanation.methods.maps import compute_maps
 from vit.explanation.methods.registry import find_methods, list_methods
 from vit.explanation.targets import CLASS, LABEL, Target
+from vit.prediction.batch_predictor import BatchPredictor, read_dataset
 from vit.prediction.decision import compute_probabilities, decide_classes, decide_labels
-from vit.prediction.predictor import BatchPredictor, read_dataset
 from vit.prediction.probabilities import Bools, Float32s, Ints
 from vit.runtime.arguments import as_tuple, check_minimum
 from vit.runtime.device import choose_precision, copy_to_host, describe_device

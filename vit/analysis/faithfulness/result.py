@@ -38,6 +38,10 @@ class FaithfulnessResult(Result):
     notes: list[str]
     ids: list[str]
 
+    @property
+    def sources(self) -> tuple[str]:
+        return (self.conditions["model"],)
+
     @cached_property
     def summary(self) -> dict[str, Any]:
         """Means with 95 % intervals by metric and map, and the methods that are statistically tied

@@ -11,8 +11,8 @@ import numpy as np
 
 from vit.bundle import ModelLike, keeps_mode, open_model
 from vit.evaluation.images import load_images, open_data
+from vit.prediction.batch_predictor import BatchPredictor, Pixels
 from vit.prediction.decision import compute_probabilities, decide_classes
-from vit.prediction.predictor import BatchPredictor, Pixels
 from vit.runtime.arguments import check_minimum
 from vit.runtime.files import FileContent, Result, format_json
 from vit.runtime.progress import show_progress
@@ -20,11 +20,16 @@ from vit.runtime.progress import show_progress
 
 @dataclass(frozen=True)
 class RobustnessResult(Result):
-    """Accuracy on undamaged images, 0 to 1, and by transform at its three strengths."""
+    """Accuracy of a model on undamaged images, 0 to 1, and by transform at its three strengths."""
 
+    model: str
     top1: float
     accuracies: dict[str, list[float]]
     num_images: int
+
+    @property
+    def sources(self) -> tuple[str]:
+        return (self.model,)
 
     def build_files(self) -> dict[str, FileContent]:
         return {"robustness.json": format_json(vars(self))}
@@ -49,7 +54,7 @@ def measure_robustness(
         data: See `vit.evaluate`.
         root: See `vit.evaluate`.
         split: See `vit.evaluate`.
-        batch_size: See `vit.evaluate`.
+        batch_size: Images at a time.
         device: See `vit.evaluate`.
 
     Returns:
@@ -89,7 +94,7 @@ def measure_robustness(
             name: [measure(partial(read, transform)) for transform in strengths]
             for name, strengths in transforms.items()
         }
-    return RobustnessResult(top1, accuracies, count)
+    return RobustnessResult(bundle.name, top1, accuracies, count)
 
 
 def build_transforms(side: int) -> dict[str, list[Any]]:

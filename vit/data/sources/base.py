@@ -87,12 +87,9 @@ class ImageReader:
             # decoding the image names the fault
             return hash_bytes(os.fsencode(self.names[index]))
 
-    def cache_key(self) -> bytes:
-        """Bytes that change when an image changes; no image of a file is read for it."""
-        stats = self.stats()
-        if stats is None:
-            stats = np.array(list(map(self.digest, range(len(self)))), np.uint64)
-        return stats.tobytes()
+    def digests(self) -> np.ndarray:
+        """Hash of the bytes of each image's file, or of its pixels, uint64 [n]."""
+        return np.array([self.digest(index) for index in range(len(self))], np.uint64)
 
 
 class ArrayReader(ImageReader):
@@ -200,7 +197,7 @@ def read_digests(reader: ImageReader, cache_dir: Path) -> np.ndarray:
     keeps the hashes by the `stats`."""
     stats = reader.stats()
     if stats is None:
-        return np.array([reader.digest(index) for index in range(len(reader))], np.uint64)
+        return reader.digests()
     name = hash_bytes(os.fsencode(reader.place))
     path = cache_dir / "digests" / f"{name:016x}.npz"
     return compute_once(path, stats, lambda index: (reader.digest(index),))[:, 0]

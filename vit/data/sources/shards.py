@@ -96,9 +96,10 @@ def find_shards(place: Path | str, rule: ImageRule) -> Listing:
 
 def is_place(place: str) -> bool:
     """Return true for a shard, a folder of shards, a pattern or an address."""
-    return (
-        is_remote(place) or ".tar" in place or bool(list_by_split(str(expand_home(place)), ".tar"))
-    )
+    path = expand_home(place)
+    # an unpacked archive's folder may be called photos.tar
+    is_pattern = ".tar" in place and not os.path.isdir(path)
+    return is_remote(place) or is_pattern or bool(list_by_split(str(path), ".tar"))
 
 
 def is_remote(path: object) -> bool:

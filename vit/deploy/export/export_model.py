@@ -53,7 +53,7 @@ def export_model(
     # the exporters know the layers of this project alone
     if not isinstance(bundle.model, VisionTransformer):
         bundle = replace(bundle, model=load_timm(bundle.model))
-    check_output(expand_home(output), overwrite=overwrite)
+    check_output(expand_home(output), overwrite=overwrite, sources=(bundle.name,))
     # a model that the format can't hold is refused before anything is written
     with show_progress(f"writing {format}"):
         if format == "onnx":

@@ -11,8 +11,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from vit.bundle import MULTILABEL, Bundle
-from vit.explanation.methods.rollout import LogitsAndRollout
+from vit.bundle import Bundle
+from vit.explanation.methods.rollout import attention_rollout
 from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.files import FileContent
 from vit.runtime.version import __version__
@@ -24,12 +24,13 @@ _OPSET = 20
 
 
 class Classifier(nn.Module):
-    """From normalised images to logits, probabilities and, if asked for, attention rollout."""
+    """From normalised images to logits, probabilities and, if asked for, attention rollout: without
+    hooks, so that an exporter can trace it."""
 
     def __init__(self, bundle: Bundle, *, attention: bool) -> None:
         super().__init__()
         assert isinstance(bundle.model, VisionTransformer)
-        self.model = LogitsAndRollout(bundle.model) if attention else bundle.model
+        self.model = bundle.model
         self.attention = attention
         self.temperature = bundle.temperature
         self.is_multilabel = bundle.is_multilabel
@@ -37,12 +38,24 @@ class Classifier(nn.Module):
     def forward(self, pixel_values: Float[Tensor, "B 3 H W"]) -> tuple[Tensor, ...]:
         """Compute logits divided by the temperature and probabilities, [B, C], and maps [B, rows,
         columns]."""
-        logits, maps = self.model(pixel_values), ()
+        maps: tuple[Tensor, ...] = ()
         if self.attention:
-            logits, *maps = logits
+            logits, attentions = self.model.forward_with_attention(pixel_values)
+            maps = (self._roll_out(attentions),)
+        else:
+            logits = self.model(pixel_values)
         logits = logits / self.temperature
         probabilities = logits.sigmoid() if self.is_multilabel else logits.softmax(dim=-1)
         return (logits, probabilities, *maps)
+
+    def _roll_out(self, attentions: list[Tensor]) -> Float[Tensor, "B rows columns"]:
+        model = self.model
+        rollout = attention_rollout(attentions)
+        num_prefix = model.num_prefix_tokens
+        relevance = rollout[:, 0]
+        if model.global_pool != "token":
+            relevance = rollout[:, num_prefix:].mean(dim=1)
+        return torch.unflatten(relevance[:, num_prefix:], -1, model.grid_size)
 
 
 def build_onnx_files(bundle: Bundle, *, attention: bool) -> dict[str, FileContent]:
@@ -81,7 +94,7 @@ def build_onnx_files(bundle: Bundle, *, attention: bool) -> dict[str, FileConten
     facts = {
         "class_names": bundle.class_names,
         "preprocess": bundle.preprocess.to_dict(),
-        "task": MULTILABEL if bundle.is_multilabel else "classes",
+        "task": bundle.data.get("task", "classes"),
         "temperature": bundle.temperature,
         "thresholds": bundle.operating_point.get("thresholds", {}),
         "sha256_of_source": bundle.sha256,

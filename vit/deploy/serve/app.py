@@ -19,9 +19,9 @@ from vit.data.images import read_image
 from vit.deploy.serve.batches import MAX_BATCH, Batches
 from vit.explanation.explain import explain
 from vit.explanation.render.page import name_model, render_page
+from vit.prediction.batch_predictor import Pixels
 from vit.prediction.decision import describe_decision
-from vit.prediction.image_predictor import Predictor
-from vit.prediction.predictor import Pixels
+from vit.prediction.predictor import Predictor
 from vit.prediction.records import Prediction
 from vit.runtime.version import __version__
 

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
-from vit.prediction.predictor import Pixels
+from vit.prediction.batch_predictor import Pixels
 from vit.prediction.records import Prediction
 
 Value = TypeVar("Value")

@@ -15,8 +15,8 @@ from vit.explanation.capture.forward import Forward
 from vit.explanation.checks.token_ablation import build_removal
 from vit.explanation.methods.maps import compute_maps
 from vit.explanation.targets import LABEL, build_difference
+from vit.prediction.batch_predictor import Pixels
 from vit.prediction.decision import compute_probabilities, decide_classes, decide_labels
-from vit.prediction.predictor import Pixels
 from vit.runtime.device import copy_to_device
 
 # explains the difference of two logits, or one, by what the model computes

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from PIL import Image
 
+from vit.data.preprocess import Geometry
 from vit.evaluation.metrics import Scores, bin_confidence
 from vit.evaluation.predictions import CROSS_VALIDATION
 from vit.evaluation.report.contrast import (
@@ -20,8 +21,9 @@ from vit.evaluation.report.contrast import (
     explain_mistakes,
     whiten,
 )
-from vit.explanation.render.page import encode_photo, encode_signed_map, name_model, render_page
-from vit.explanation.training_photos import Neighbour, find_training_photos
+from vit.evaluation.report.training_photos import Neighbour, find_training_photos
+from vit.explanation.render.overlay import PatchMap, blend, resize_picture
+from vit.explanation.render.page import encode_photo, encode_picture, name_model, render_page
 from vit.prediction.probabilities import Bools, Floats
 from vit.runtime.numbers import format_interval, format_number, format_percent
 
@@ -135,7 +137,7 @@ def _show_mistakes(result: "EvaluationResult") -> tuple[dict[int, list[Any]], st
         path, photo = result.images.ids[mistake.image], Image.fromarray(pixels)
         pictures = [Picture(encode_photo(photo, side=SIDE), path)]
         if contrast is not None:
-            map_ = encode_signed_map(photo, contrast.values, side=SIDE)
+            map_ = _encode_signed_map(photo, contrast.values, side=SIDE)
             evidence = "evidence for the wrong answer (red) and against it (blue)"
             pictures.append(Picture(map_, f"map of {path}", evidence))
             said, address = contrast.describe(bundle.class_names), ""
@@ -163,3 +165,11 @@ def _describe_mistake(mistake: Mistake, scores: Scores, names: Sequence[str]) ->
     kind = "missed" if mistake.is_missed else "falsely found"
     has = ", ".join(compress(names, scores.labels[mistake.image])) or "none"
     return f"{name} {kind}, probability {probability}; labels: {has}"
+
+
+def _encode_signed_map(photo: Image.Image, values: PatchMap, *, side: int) -> str:
+    """Encode a signed map over the whole photo as a data address, see `encode_photo`."""
+    shown = resize_picture(photo, min_side=side, max_side=side)
+    # the box of the model's input is the whole photo
+    geometry = Geometry(photo.size, box=(0.0, 0.0, float(photo.width), float(photo.height)))
+    return encode_picture(blend(shown, values, geometry, signed=True))

@@ -38,14 +38,12 @@ from vit.explanation.capture.pooling import (
     capture_last_tokens,
     measure_pool_weights,
 )
-from vit.explanation.capture.reader import ModelReader, read_model
+from vit.explanation.capture.reader import FEW_TOKENS, MANY_TOKENS, ModelReader, read_model
 from vit.explanation.capture.tokens import Grid, draw_noise
 from vit.explanation.capture.verification import check_bypass, check_mixing, check_places
 from vit.explanation.targets import CLASS, Target
 from vit.model.logits import at_least_float32, compute_logits
 from vit.runtime.tensors import Images, Logits, Tokens
-
-PatchMaps = Float[Tensor, "B rows columns"]
 
 
 class AttentionRecord:
@@ -267,6 +265,8 @@ def _check_forward(forward: Forward, image: Images) -> None:
     reader = forward.reader
     if reader.has_attention:
         num_tokens = forward.record.layers[0].num_tokens
+        if num_tokens > MANY_TOKENS and reader.can_drop_tokens:
+            num_tokens = FEW_TOKENS
         check_places(reader, image, num_prefix=forward.num_prefix_tokens, grid=forward.grid)
         check_bypass(reader, image, num_tokens)
         check_mixing(reader, image, num_tokens)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from vit.explanation.capture.discovery import OnLayer, OnTokens, run_whole
 from vit.explanation.capture.layers import AttentionLayer, find_tolerance
-from vit.explanation.capture.reader import ModelReader
+from vit.explanation.capture.reader import MANY_TOKENS, ModelReader
 from vit.explanation.capture.tokens import Grid, draw_noise
 from vit.model.logits import compute_logits
 from vit.runtime.tensors import Images
@@ -25,8 +25,6 @@ _INNER_PATCHES = 4  # number of patches that are checked in addition to the corn
 # Largest change of a token far from a changed patch where convolutions overlap, as a fraction of
 # the largest: that of norms over a feature map is below 0.02, that of an attention above 0.1.
 _FAR_TOLERANCE = 0.05
-# number of tokens up to which all copies of an image run in one batch
-_TOKENS_AT_ONCE = 1100
 
 OneImage = Float[Tensor, "1 channels height width"]
 
@@ -106,10 +104,11 @@ def check_places(reader: ModelReader, image: OneImage, *, num_prefix: int, grid:
 
 
 def _follow(
-    reader: ModelReader, images: Images, on_tokens: OnTokens, on_layer: OnLayer
+    reader: ModelReader, images: Images, num_tokens: int, on_tokens: OnTokens, on_layer: OnLayer
 ) -> list[Float[Tensor, "B ..."]]:
-    """Run copies of an image, and measure what arrives at each link, before it is changed, and the
-    logits: the norm of each token of the first copy, and of its changes in the others."""
+    """Run copies of an image with the first `num_tokens` tokens, and measure what arrives at each
+    link, before it is changed, and the logits: the norm of each token of the first copy, and of its
+    changes in the others."""
     arrived = []
 
     def measure(tensor: Tensor) -> None:
@@ -118,6 +117,7 @@ def _follow(
         arrived.append(changes.float().norm(dim=-1).cpu())
 
     def note(link: int, tokens: Tensor) -> Tensor | None:
+        tokens = tokens[:, :num_tokens]
         measure(tokens)
         return on_tokens(link, tokens)
 
@@ -158,7 +158,7 @@ def check_mixing(reader: ModelReader, image: OneImage, num_tokens: int) -> None:
         mean = layer.value[:, :, group < 2].mean(dim=2, keepdim=True)
         return torch.where((group == 2)[:, None], (mean + layer.value) / 2, mean)
 
-    seen = _follow(reader, image.detach().repeat(3, 1, 1, 1), change, attend)
+    seen = _follow(reader, image.detach().repeat(3, 1, 1, 1), num_tokens, change, attend)
     for number, (group, arrived) in enumerate(zip(groups, seen[1:-1], strict=True), start=1):
         is_read = group < 2
         _, by_others, by_read = arrived
@@ -202,8 +202,9 @@ def check_bypass(reader: ModelReader, image: OneImage, num_tokens: int) -> None:
     # copies of the image that the pixels, and then the tokens of each link, change
     marks = torch.tensor([[copy in code for copy in range(num_copies)] for code in codes])
     tolerance = find_tolerance(image)
-    for part in torch.split(marks, num_copies if num_tokens <= _TOKENS_AT_ONCE else 1, dim=1):
-        arrived = _follow_copies(reader, image.detach(), part)
+    # of very many tokens, a batch of all copies would take much memory
+    for part in torch.split(marks, num_copies if num_tokens <= MANY_TOKENS else 1, dim=1):
+        arrived = _follow_copies(reader, image.detach(), num_tokens, part)
         for name, is_marked, norms in zip(readers, part, arrived, strict=False):
             size, *changes = norms.reshape(len(norms), -1).norm(dim=1)
             scale = max(*changes, tolerance * size)
@@ -216,7 +217,7 @@ def check_bypass(reader: ModelReader, image: OneImage, num_tokens: int) -> None:
 
 
 def _follow_copies(
-    reader: ModelReader, image: OneImage, marks: Tensor
+    reader: ModelReader, image: OneImage, num_tokens: int, marks: Tensor
 ) -> list[Float[Tensor, "B ..."]]:
     """Follow an image and copies of it, with noise on the pixels and the tokens of each link in
     those that are marked."""
@@ -231,4 +232,5 @@ def _follow_copies(
     def change(link: int, tokens: Tensor) -> Tensor:
         return add_noise(tokens, marks[link + 1], tokens[:1].std())
 
-    return _follow(reader, add_noise(image, marks[0], 1.0), change, lambda number, layer: None)
+    images = add_noise(image, marks[0], 1.0)
+    return _follow(reader, images, num_tokens, change, lambda number, layer: None)

@@ -29,7 +29,7 @@ from vit.model.logits import at_least_float32
 MAX_P_CONFIRMED = 0.05
 MAX_P_PARTLY_CONFIRMED = 0.25
 MAX_ALTERNATIVES = 1000  # more take time
-# up to so many patches are left out one by one, of more at most so many tiles
+# largest number of patches that are left out one by one; of more, at most so many tiles
 MAX_SINGLE_PATCHES = 64
 MAX_TILES = 49
 # Where one patch of n decides, 1 in n alternatives agree as well as a perfect map: fewer than 20

@@ -27,7 +27,7 @@ _OPACITY = 220  # opacity of the strongest attention, of 255
 def write_gallery(
     path: Path, bundle: Bundle, cards: Sequence[Mapping[str, Any]], *, num_images: int
 ) -> None:
-    """Write the page of `cards` from `describe_card`, of the first of `num_images`."""
+    """Write the page of `cards`, see `describe_card`: those of the first of `num_images` images."""
     maps = [described for card in cards for described in card["maps"]]
     targets = [described["target"] for described in maps if described["target"]]
     classes = {each["index"]: each["name"] for each in targets if each["index"] is not None}

@@ -29,9 +29,9 @@ class Method:
             method is made of `parts`.
         class_specific: True if maps depend on the class.
         signed: True if negative values are evidence against the class.
-        models: Models that have such maps: those with "attention" that can be
-            read, others with a "feature map", and averages of models, of which
-            maps of the "pixels" are right.
+        models: What its maps can be read from: "attention"; a "feature map",
+            of models without readable attention; "pixels", of averages of
+            models.
         libra: True if gradients follow the rules of LibraGrad.
         parts: Names of methods. The map is the mean of theirs, each divided by
             its standard deviation over the patches.

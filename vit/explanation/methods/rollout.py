@@ -15,14 +15,12 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from vit.explanation.capture.forward import Forward
 from vit.explanation.capture.pooling import TokenWeights
 from vit.model.logits import at_least_float32
-from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.arguments import check_choice
-from vit.runtime.tensors import Images
 
 # more tokens than those of 512 px in patches of 16 px would make a page too large
 _MAX_FLOW_TOKENS = 1100
@@ -110,25 +108,6 @@ def measure_attention(forward: Forward, image: int) -> dict[str, Tensor]:
         flow = attention_rollout(fused)[0, prefix:, prefix:]
         parts["flow"] = flow.reshape(*grid, *grid).float()
     return parts
-
-
-class LogitsAndRollout(nn.Module):
-    """Module that computes logits and rollout without hooks, so that exporters can trace it."""
-
-    def __init__(self, model: VisionTransformer) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, images: Images) -> tuple[Tensor, Tensor]:
-        """Compute logits [B, C] and maps [B, rows, columns]."""
-        model = self.model
-        logits, attentions = model.forward_with_attention(images)
-        rollout = attention_rollout(attentions)
-        num_prefix = model.num_prefix_tokens
-        relevance = rollout[:, 0]
-        if model.global_pool != "token":
-            relevance = rollout[:, num_prefix:].mean(dim=1)
-        return logits, torch.unflatten(relevance[:, num_prefix:], -1, model.grid_size)
 
 
 def _mix(

@@ -9,8 +9,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 from PIL import Image
 
-from vit.data.preprocess import Geometry
-from vit.explanation.render.overlay import PatchMap, blend, resize_picture
+from vit.explanation.render.overlay import resize_picture
 from vit.model.find_file import MODEL_FILE
 
 # text of each verdict's badge, and its colour, which is dark enough for white text
@@ -48,14 +47,6 @@ def name_model(source: str) -> str:
 def encode_photo(photo: Image.Image, *, side: int) -> str:
     """Encode a photo as a data address; its longer side gets `side` pixels."""
     return encode_picture(resize_picture(photo, min_side=side, max_side=side))
-
-
-def encode_signed_map(photo: Image.Image, values: PatchMap, *, side: int) -> str:
-    """Encode a signed map over the whole photo as a data address, see `encode_photo`."""
-    shown = resize_picture(photo, min_side=side, max_side=side)
-    # the box of the model's input is the whole photo
-    geometry = Geometry(photo.size, box=(0.0, 0.0, float(photo.width), float(photo.height)))
-    return encode_picture(blend(shown, values, geometry, signed=True))
 
 
 def encode_picture(picture: Image.Image, kind: str = "JPEG") -> str:

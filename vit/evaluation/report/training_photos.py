@@ -13,8 +13,8 @@ from vit.data.dataset import printable
 from vit.data.duplicates import hash_pixels
 from vit.data.open import open_for_model
 from vit.explanation.render.page import encode_photo
+from vit.prediction.batch_predictor import BatchPredictor, Pixels, read_from
 from vit.prediction.neighbours import find_nearest
-from vit.prediction.predictor import BatchPredictor, Pixels, read_from
 
 # sources that may be listed because of a model file: they use no network
 _HERE = ("digits", "folder", "imagenet", "imagenette")

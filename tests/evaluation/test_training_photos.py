@@ -16,7 +16,7 @@ from tests.browser import NASTY_CLASS, name_training_photos
 from tests.conftest import SaveModel, hash_images
 from vit.bundle import Bundle
 from vit.data.images import read_image
-from vit.explanation.training_photos import Neighbour, find_training_photos
+from vit.evaluation.report.training_photos import Neighbour, find_training_photos
 
 SIDE = 60
 
