@@ -13,7 +13,7 @@ from vit.model.vision_transformer import VisionTransformer
 
 GLYPH_CLASS, GRID, PATCH = 10, 4, 6
 HELD_OUT = 397
-EPOCHS, BATCH = 12, 50
+EPOCHS, BATCH = 14, 50
 
 
 def plant_glyphs(pixels: Tensor, labels: Tensor, *, seed: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -40,6 +40,7 @@ def write_images(folder: Path) -> list[str]:
         (folder / "images" / name).write_bytes(content)
     data = [
         "data.name=folder",
+        "data.classes=null",
         f"data.root={folder / 'images'}",
         "data.pipeline=workers",
         "data.workers=0",

@@ -40,7 +40,7 @@ def model_file(tmp_path_factory: pytest.TempPathFactory, save_model: SaveModel) 
     """A model with a recipe's stem and MLP, and a temperature."""
     path = tmp_path_factory.mktemp("model") / "model.safetensors"
     architecture: dict[str, Any] = {"stem": "conv_pool", "mlp": "relu2", "pos_embed": "sincos"}
-    architecture |= {"global_pool": "avg", "img_size": 32, "patch_size": 8}
+    architecture |= {"global_pool": "avg", "img_size": 32, "patch_size": 8, "depth": 1}
     preprocess = Preprocess((32, 32), crop_pct=0.875)
     save_model(path, class_names=NAMES, preprocess=preprocess, **architecture)
     change_metadata(path, {"temperature": 1.7})
@@ -84,6 +84,7 @@ def test_the_program_predicts_forty_pictures_as_vit_does(
         class_names=NAMES,
         img_size=tuple(values["image_size"]),
         patch_size=8,
+        depth=1,
         preprocess=Preprocess.from_dict(values),
     )
     change_metadata(path, {"temperature": 0.4})

@@ -12,6 +12,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from vit.analysis.faithfulness.gains import (
+    PatchMaps,
     PerImage,
     build_baselines,
     build_probability,
@@ -21,7 +22,6 @@ from vit.analysis.faithfulness.result import GAINS, FaithfulnessResult
 from vit.bundle import Bundle, ModelLike, keeps_mode, open_model
 from vit.data.dataset import ImageDataset
 from vit.evaluation.images import check_data, find_labels, open_data
-from vit.explanation.capture.forward import PatchMaps
 from vit.explanation.capture.reader import ModelReader, read_model
 from vit.explanation.checks.token_ablation import build_removal
 from vit.explanation.explainer import choose_explain_batch_size
