@@ -286,3 +286,20 @@ def test_folders_that_nobody_opens_are_removed(make_folder: MakeFolder, cache: P
     assert len(set(cache.glob("*.decoded")) & set(folders)) == 1
     assert len(list(cache.glob("*.decoded"))) == 2
     assert (cache / "my-4x4-photos").exists()
+
+
+def test_a_file_that_is_replaced_by_one_of_its_size_and_time_is_decoded_again(
+    make_folder: MakeFolder, cache: Path
+) -> None:
+    source = folder_source(make_folder)
+    build(source, cache)
+    path = source.reader.root / "cat/0.png"
+    stat, size = path.stat(), read_image(path).size
+    Image.new("RGB", size, (9, 90, 200)).save(path)
+    # bytes behind the end of an image count nowhere
+    content = path.read_bytes()
+    assert len(content) <= stat.st_size
+    path.write_bytes(content + bytes(stat.st_size - len(content)))
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    again = open_dataset("folder", root=source.reader.root).split("all")
+    assert (build(again, cache).pixels[0] == (9, 90, 200)).all()

@@ -1,12 +1,14 @@
 """StatelessRandom are the stated hash, uniform, and independent of each other."""
 
 import hashlib
+import random
 
+import numpy as np
 import pytest
 import torch
 from scipy.stats import chi2
 
-from vit.data.random import StatelessRandom
+from vit.data.random import StatelessRandom, seed_step
 
 MASK = (1 << 64) - 1
 DEVICES = [
@@ -77,3 +79,13 @@ def test_random_numbers_that_differ_in_one_thing_are_independent(
     )
     table = torch.bincount(left * 8 + right, minlength=64).double()
     assert chi_square_p(table) > 1e-3
+
+
+def test_each_process_and_step_has_numbers_of_its_own() -> None:
+    def draw(*step: int) -> tuple[float, ...]:
+        seed_step(*step)
+        return float(torch.rand(())), float(np.random.rand()), random.random()  # noqa: NPY002
+
+    assert draw(0, 5, 0) == draw(0, 5, 0)
+    others = [draw(0, 5, 0), draw(1, 5, 0), draw(0, 6, 0), draw(0, 5, 1)]
+    assert all(len(set(numbers)) == 4 for numbers in zip(*others, strict=True))

@@ -36,6 +36,15 @@ def test_counts_intervals_and_order_are_those_worked_by_hand() -> None:
     assert rows["rare"].metric == 3 / 4
 
 
+def test_intervals_of_a_value_allow_for_groups() -> None:
+    correct = np.arange(40) % 10 < 7
+    (alone,) = measure(["a"] * 40, correct, None)
+    groups = [str(number) for number in range(40) for _ in range(4)]
+    (copied,) = measure(["a"] * 160, correct.repeat(4), groups)
+    assert copied.num_groups == 40
+    assert copied.interval == pytest.approx(alone.interval, abs=0.02)
+
+
 def test_numbers_and_codes_are_values() -> None:
     """Twenty sites 100 to 119 are no quantity."""
     sites = [str(100 + number % 20) for number in range(200)]

@@ -17,6 +17,8 @@ from vit.explanation.checks.sanity_checks import (
 )
 from vit.explanation.checks.token_ablation import build_removal
 from vit.explanation.methods.maps import compute_maps
+from vit.explanation.targets import CLASS
+from vit.model.vision_transformer import VisionTransformer
 
 
 def draw_smooth(count: int, *, seed: int, side: int = 8) -> torch.Tensor:
@@ -58,6 +60,18 @@ def test_what_is_there_is_found_and_false_alarms_are_few(
     centre = torch.exp(-2 * distance).expand(len(maps), -1, -1).contiguous()
     assert count_agreeing(centre, 5 * drops - 2 * distance) <= 0.05
     assert {check.verdict for check in compare_all(-drops, drops)} == {"not confirmed"}
+
+
+def test_a_map_must_agree_with_the_losses_and_with_what_is_left_of_their_trend() -> None:
+    """A map that is right about what deviates from a trend, and wrong about the trend itself."""
+    line = torch.linspace(-1, 1, 8)
+    trend = 3 * line.expand(8, 8)
+    signal = draw_smooth(1, seed=3)[0]
+    signal /= signal.std()
+    (right,) = compare_all((signal + trend)[None], (signal + trend)[None])
+    (wrong,) = compare_all((signal - trend)[None], (signal + trend)[None])
+    assert right.verdict == "confirmed"
+    assert wrong.verdict == "not confirmed"
 
 
 def test_the_p_value_counts_alternatives_that_agree_as_well() -> None:
@@ -166,3 +180,19 @@ def test_the_evidence_of_a_class_is_what_leaving_each_patch_out_loses(build) -> 
     left = compute_kept(torch.arange(2), kept).softmax(dim=1)
     assert torch.allclose(drops[:, :2, 3], (before - left).gather(1, classes), atol=1e-6)
     assert torch.allclose(measure_drops(forward, classes[:1, :1]), drops[:1, :1], atol=1e-6)
+
+
+def test_maps_of_no_class_are_tested_by_the_predicted_one() -> None:
+    torch.manual_seed(0)
+    model = VisionTransformer(
+        img_size=16, patch_size=4, num_classes=3, embed_dim=24, depth=2, num_heads=2
+    )
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    forward = run_forward(model.eval(), torch.randn(4, 3, 16, 16))
+    predicted = forward.logits.argmax(dim=1)
+    others = (predicted + 1) % 3
+    forward.target = CLASS.with_classes(others)
+    drops = measure_drops(forward, others[:, None])
+    assert torch.equal(drops[:, 1], measure_drops(forward, predicted[:, None])[:, 0])
+    assert not torch.allclose(drops[:, 0], drops[:, 1])
