@@ -44,27 +44,25 @@ class Clock:
         self.steps, self.start, self.end = 0, 0.0, 0.0
 
     def tick(self) -> bool:
-        """Count a step; return True when the time is over."""
+        """Count a step; return True when the time is over: the end of a run is no step."""
         self.steps += 1
         if self.steps == WARM_STEPS:
-            self._wait()
-            self.start = time.perf_counter()
-        is_over = self.steps > WARM_STEPS and time.perf_counter() - self.start >= self.seconds
-        if is_over:
-            # what follows, such as the end of a run, is no step
-            self._wait()
-            self.end = time.perf_counter()
-        return is_over
+            self.start = self._read()
+        if self.steps <= WARM_STEPS or time.perf_counter() - self.start < self.seconds:
+            return False
+        self.end = self._read()
+        return True
 
     def compute_rate(self) -> float:
-        """Return the images a second between the warm-up and the end of the time."""
+        """Return the images a second since the warm-up."""
         return (self.steps - WARM_STEPS) * BATCH_SIZE / (self.end - self.start)
 
-    def _wait(self) -> None:
+    def _read(self) -> float:
         import torch
 
         if self.device == "cuda":
             torch.cuda.synchronize()
+        return time.perf_counter()
 
 
 def build_loader(images: Any, device: Any) -> Any:

@@ -327,6 +327,3 @@ def test_a_cross_validated_run_is_measured_by_its_out_of_fold_predictions(
     write_arrays(file, arrays | {"logits": logits[:, :2]})
     _, _, error = evaluate(run, "--output", tmp_path / "x")
     assert "predictions.npz is damaged, or of another model" in error
-    # of an earlier version
-    file.rename(run / "cross_validation.npz")
-    assert "train it again, or add --split" in evaluate(run, "--output", tmp_path / "x")[2]

@@ -14,12 +14,7 @@ from vit.bundle import Bundle, Models, keeps_mode, open_model, require_classifie
 from vit.data.dataset import ImageRule, printable
 from vit.evaluation.images import EvaluationSet, check_data, find_overlap, load_images, open_data
 from vit.evaluation.metrics import Scores, find_known, measure, score_logits
-from vit.evaluation.predictions import (
-    CROSS_VALIDATION,
-    OUT_OF_FOLD_FILE,
-    Predictions,
-    load_predictions,
-)
+from vit.evaluation.predictions import CROSS_VALIDATION, Predictions, load_predictions
 from vit.evaluation.result import EVALUATION_FILE, Evaluation, EvaluationResult
 from vit.evaluation.subgroups import measure_subgroups, read_values
 from vit.evaluation.thresholds import choose_operating_point, parse_rule
@@ -199,12 +194,7 @@ def _load_out_of_fold(bundle: Bundle) -> Predictions | None:
     # an evaluation's are of its own images, beside the model with its operating point
     if (run / EVALUATION_FILE).is_file():
         return None
-    found = load_predictions(run, len(bundle.class_names))
-    if found is None and (run / OUT_OF_FOLD_FILE).is_file():
-        raise ValueError(
-            f"an earlier version cross-validated {run}; train it again, or add --split"
-        )
-    return found
+    return load_predictions(run, len(bundle.class_names))
 
 
 def _select(images: EvaluationSet, found: Predictions) -> EvaluationSet:

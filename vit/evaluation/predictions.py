@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from vit.evaluation.metrics import Scores
 
 PREDICTIONS_FILE = "predictions.npz"
-# logits of a run that an earlier version cross-validated
-OUT_OF_FOLD_FILE = "cross_validation.npz"
 # name of the split of a run of `vit train --folds` in an evaluation
 CROSS_VALIDATION = "cross-validation"
 

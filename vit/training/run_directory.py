@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from vit.evaluation.predictions import OUT_OF_FOLD_FILE, PREDICTIONS_FILE
+from vit.evaluation.predictions import PREDICTIONS_FILE
 from vit.model.find_file import MODEL_FILE
 from vit.runtime.console import echo
 from vit.runtime.files import TEMPORARIES, remove
@@ -18,7 +18,7 @@ CURVE_FILE = "learning_curve.json"
 CHECKPOINTS = "checkpoints"
 TENSORBOARD = "tensorboard"
 # Measurements of a run. A run that starts anew in its directory removes them.
-_RESULT_FILES = (METRICS_FILE, TENSORBOARD, PREDICTIONS_FILE, OUT_OF_FOLD_FILE, CURVE_FILE)
+_RESULT_FILES = (METRICS_FILE, TENSORBOARD, PREDICTIONS_FILE, CURVE_FILE)
 # Files that a run writes and --overwrite removes. Other files in the directory stay. The
 # configuration comes last: without it the others would not be known as a run's.
 _RUN_FILES = (*_RESULT_FILES, MODEL_FILE, CHECKPOINTS, FIRST_BATCH_FILE, CONFIG_FILE)
