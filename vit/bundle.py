@@ -265,10 +265,7 @@ def _average(members: Sequence[Bundle]) -> Bundle:
                     f" {shorten(two)}"
                 )
     hashes = [member.training_hashes for member in members if member.training_hashes is not None]
-    joined = None
-    if len(hashes) == len(members):
-        digests, dhashes = map(np.concatenate, zip(*hashes, strict=True))
-        joined = (digests, dhashes)
+    joined = np.concatenate(hashes, axis=1) if len(hashes) == len(members) else None
     model = AveragedModel(
         [member.model for member in members],
         temperatures=[member.temperature for member in members],

@@ -150,7 +150,7 @@ def find_overlap(
     # training that decodes its images batch by batch records no hashes
     if bundle.training_hashes is None or images.dataset.hashes is None:
         return None
-    exact, near = find_duplicates(images.dataset.hashes, np.stack(bundle.training_hashes))
+    exact, near = find_duplicates(images.dataset.hashes, bundle.training_hashes)
     indices = [*exact[:, 0].tolist(), *near[:, 0].tolist()]
     others = np.delete(is_correct, indices)
     names = [images.ids[index] for index in indices[:_MAX_NAMES]]

@@ -34,7 +34,7 @@ _HASHES = ("training_hashes/digests", "training_hashes/perceptual")
 _LIKENESS = ("likeness/training_features", "likeness/distances")
 StateDict = dict[str, Tensor]
 Metadata = Mapping[str, Any]
-Hashes = tuple[NDArray[np.uint64], NDArray[np.uint64]]
+Hashes = NDArray[np.uint64]  # [2, n], see `vit.data.duplicates`
 
 
 class Likeness(NamedTuple):
@@ -109,7 +109,7 @@ def read_model_file(path: Path) -> ModelFile:
         tensors,
         metadata,
         # safetensors has no unsigned integers: they are stored as signed ones of the same bits
-        hashes and tuple(part.view(np.uint64) for part in hashes),
+        None if hashes is None else np.stack(hashes).view(np.uint64),
         likeness and Likeness(*likeness),
     )
 

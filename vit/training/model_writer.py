@@ -49,11 +49,6 @@ def write_bundle(
     }
     if train.is_multilabel:
         facts["task"] = MULTILABEL
-    hashes = None
-    if train.hashes is not None:
-        # safetensors takes contiguous arrays only
-        exact, perceptual = np.ascontiguousarray(train.hashes)
-        hashes = (exact, perceptual)
     bundle = Bundle(
         model=model,
         preprocess=data.preprocess,
@@ -63,7 +58,8 @@ def write_bundle(
         config=config,
         data=facts,
         metadata={"run_id": run_id, "step": step},
-        training_hashes=hashes,
+        # safetensors takes contiguous arrays only
+        training_hashes=None if train.hashes is None else np.ascontiguousarray(train.hashes),
     )
     content = bundle.to_file(weights)
     writer.submit(partial(write_model_file, directory / MODEL_FILE, content))

@@ -8,7 +8,6 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-import torch
 import yaml
 from torch import nn
 
@@ -147,22 +146,10 @@ def train(
         >>> run = vit.train("photos", output="runs/photos", minutes=5)
         >>> vit.predict(run.bundle, "photo.jpg").predictions[0].classes
     """
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
-        raise ValueError(
-            "a worker process has run this script again; call vit.train under"
-            " if __name__ == '__main__': in it"
-        )
     started_at = time.perf_counter()
+    _check_types(config, overrides, model, callbacks)
     check_minimum(0.01, minutes=minutes)
     check_minimum(2, folds=folds)
-    passing = "a recipe, YAML file, photos or sections; pass images from Python as dataset=…"
-    check_kind(config, (str, Path, Mapping, Config, NoneType), name="config", expected=passing)
-    texts = 'a list of texts, such as ["train.epochs=20"], or a dictionary'
-    check_kind(overrides, (list, tuple, Mapping), name="overrides", expected=texts)
-    check_kind(model, (nn.Module, NoneType), name="model", expected="an object of an nn.Module")
-    for callback in callbacks:
-        expected = "an object of a subclass of vit.Observer"
-        check_kind(callback, Observer, name="a callback", expected=expected)
     if resume and overwrite:
         raise ValueError("--resume continues a run and --overwrite replaces it; give one of them")
     if isinstance(group_by, str) and group_by.isdecimal():
@@ -265,6 +252,26 @@ def train(
     )
 
 
+def _check_types(
+    config: object, overrides: object, model: object, callbacks: Sequence[object]
+) -> None:
+    """Raise ValueError for an argument of `train` of another type, and in a worker process that has
+    run the script of its main process."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise ValueError(
+            "a worker process has run this script again; call vit.train under"
+            " if __name__ == '__main__': in it"
+        )
+    passing = "a recipe, YAML file, photos or sections; pass images from Python as dataset=…"
+    check_kind(config, (str, Path, Mapping, Config, NoneType), name="config", expected=passing)
+    texts = 'a list of texts, such as ["train.epochs=20"], or a dictionary'
+    check_kind(overrides, (list, tuple, Mapping), name="overrides", expected=texts)
+    check_kind(model, (nn.Module, NoneType), name="model", expected="an object of an nn.Module")
+    for callback in callbacks:
+        expected = "an object of a subclass of vit.Observer"
+        check_kind(callback, Observer, name="a callback", expected=expected)
+
+
 def _save_first_batch(run: Run, path: Path, *, transform: Transform | None) -> None:
     """Write the first training images as the model gets them, augmented, as one picture."""
     # a second to import
@@ -274,9 +281,8 @@ def _save_first_batch(run: Run, path: Path, *, transform: Transform | None) -> N
     loader = build_train_loader(run.data, device=device, transform=transform)
     with closing(loader):
         images = next(loader.epoch(0)).images[:_BATCH_IMAGES].float().cpu()
-    mean = torch.tensor(loader.preprocess.mean).view(3, 1, 1)
-    std = torch.tensor(loader.preprocess.std).view(3, 1, 1)
-    images = (images * std + mean).clamp(0, 1)
+    scale, shift = loader.preprocess.scale_and_shift()
+    images = ((images - shift) / (255 * scale)).clamp(0, 1)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, lambda file: save_image(images, file, format="png", nrow=8))
 

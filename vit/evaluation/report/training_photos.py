@@ -51,7 +51,7 @@ def find_training_photos(
     if bundle.likeness is None or not named:
         return [[] for _ in pixels]
     readers = _find_readers(bundle, {path for path, _ in named})
-    digests, _ = bundle.training_hashes or ([], [])
+    digests = [] if bundle.training_hashes is None else bundle.training_hashes[0]
 
     def draw(path: str) -> str | None:
         # it may be another image, or be deleted since it was listed
