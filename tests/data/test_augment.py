@@ -115,3 +115,14 @@ def test_weights_follow_the_beta_distribution(alpha: float) -> None:
 
     values = sample_beta(StatelessRandom(0, 0, torch.arange(20_000)), "mixup", alpha).numpy()
     assert kstest(values, beta(alpha, alpha).cdf).pvalue > 1e-3
+
+
+def test_each_sample_gets_mixup_or_cutmix() -> None:
+    params = sample(Augmentation(mixup=0.5, cutmix=0.5))
+    assert params.own_weight is not None
+    assert params.mixed_boxes is not None
+    is_blended = params.own_weight < 1
+    has_box = (params.mixed_boxes != 0).any(dim=1)
+    assert 60 < is_blended.sum() < 140
+    assert has_box.sum() > 60
+    assert not (is_blended & has_box).any()

@@ -23,3 +23,9 @@ def test_auto_is_weights_above_five_to_one() -> None:
     assert choose_class_balance(five, wanted="auto") == "none"
     assert choose_class_balance(np.append(five, 0), wanted="auto") == "weights"
     assert choose_class_balance(five, wanted="weights") == "weights"
+
+
+def test_weights_of_labels_are_the_images_without_for_one_with_it() -> None:
+    labels = np.zeros((8, 4), dtype=bool)
+    labels[:2, 0] = labels[:6, 1] = labels[:, 2] = True  # all have the third, none the fourth
+    np.testing.assert_allclose(compute_class_weights(labels, 4), [3, 1 / 3, 1, 1], rtol=1e-6)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from vit.data.cache import decode_dataset
 from vit.data.dataset import ImageDataset, ImageRule
 from vit.data.depth import DeepImage
 from vit.data.images import read_image
@@ -173,3 +174,12 @@ def test_a_model_of_eight_bits_refuses_deeper_images(tmp_path: Path) -> None:
     Image.fromarray(RAMP).save(tmp_path / "deep.png")
     with pytest.raises(ValueError, match="trained on images of 8 bits; save it with 8 bits"):
         Preprocess((64, 64)).to_uint8(read_image(tmp_path / "deep.png"))
+
+
+def test_pixels_of_another_range_are_decoded_anew(tmp_path: Path) -> None:
+    dataset = write(tmp_path, RAMP)
+    for high in (4095.0, 2047.0):
+        preprocess = Preprocess((16, 16), value_range=(0.0, high))
+        pixels = decode_dataset(dataset, preprocess).pixels
+        assert pixels is not None
+        np.testing.assert_array_equal(pixels[0], preprocess.to_uint8(dataset.image(0)))

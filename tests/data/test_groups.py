@@ -233,3 +233,19 @@ def test_groups_come_from_folders_an_expression_or_a_table(tmp_path: Path) -> No
     assert sum(map(len, bursts)) == 12
     assert "12 groups stay whole" in splits.describe_splits()
     table.unlink()
+
+
+def test_groups_of_the_user_stay_whole_where_there_are_copies(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    for number in range(80):
+        folder = tmp_path / ("cat", "dog")[number % 2]
+        folder.mkdir(exist_ok=True)
+        pixels = rng.integers(0, 256, (32, 32, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{number}_site{number // 4:02}.png")
+    shutil.copy(tmp_path / "cat" / "0_site00.png", tmp_path / "cat" / "99_site19.png")
+    rule = ImageRule(group_by="(site[0-9]+)", group_duplicates=True)
+    splits = open_dataset("folder", root=tmp_path, rule=rule)
+    sites = [read_bursts(list(splits.split(name).ids)) for name in ("train", "validation", "test")]
+    assert sum(map(len, sites)) == len(set().union(*sites)) == 20
+    # the two sites of the copy are one group
+    assert any({"site00", "site19"} <= each for each in sites)

@@ -54,6 +54,16 @@ def test_splits_repeat_for_a_seed_and_differ_between_seeds() -> None:
     assert len(set(first.ids) & set(other.ids)) < 0.4 * len(first)
 
 
+def test_a_class_of_three_images_has_one_in_each_split(make_folder: MakeFolder) -> None:
+    root = make_folder(
+        *[f"{name}/{n}.png" for name in ("cat", "dog") for n in range(40)],
+        *[f"rare/{n}.png" for n in range(3)],
+    )
+    splits = open_dataset("folder", root=root)
+    for name in ("train", "validation", "test"):
+        assert splits.split(name).class_counts[2] == 1
+
+
 def test_validation_fraction_is_kept_and_zero_leaves_none() -> None:
     third, none = (
         open_dataset("digits", rule=ImageRule(validation_fraction=part)) for part in (0.3, 0)

@@ -1,10 +1,14 @@
 """Temperature scaling finds the temperature that the logits were spoilt by."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
-from scipy.special import expit, softmax
+from scipy.special import expit, log_softmax, softmax
 
+import vit
 from tests.evaluation.conftest import MakePredictions
+from vit.bundle import Bundle
 from vit.evaluation.calibration import fit_temperature
 
 
@@ -27,3 +31,11 @@ def test_few_images_without_an_error_support_no_certainty(multilabel: bool) -> N
     assert mean == pytest.approx(17 / 18, abs=1e-6)
     # a model that is surer itself is left as it is
     assert fit_temperature(100 * logits, labels) == 1.0
+
+
+def test_an_evaluation_measures_the_probabilities_at_the_temperature(tiny_bundle: Bundle) -> None:
+    heated = replace(tiny_bundle, metadata={**tiny_bundle.metadata, "temperature": 3.0})
+    result = vit.evaluate(heated, num_examples=0)
+    log_probabilities = log_softmax(result.logits.astype(np.float64) / 3, axis=1)
+    expected = -log_probabilities[np.arange(len(result.images)), result.images.labels].mean()
+    assert result.evaluation.metrics["loss"] == pytest.approx(expected, abs=1e-6)

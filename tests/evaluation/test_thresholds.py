@@ -65,6 +65,9 @@ def test_rules_worked_by_hand() -> None:
     assert choose("precision=0.7", probabilities, labels) == pytest.approx(0.65)
     # 0.65: 3 hits, 2 missed; 0.25: 5 hits, 2 alarms, which is the best F1
     assert choose("f1", probabilities, labels) == pytest.approx(0.25)
+    # the images without the label may all be of one group
+    groups = np.where(labels, np.arange(9), 100)
+    assert choose("sensitivity=0.8", probabilities, labels, groups) == pytest.approx(0.25)
     # nine groups of three equal images count as nine images
     triples = [np.repeat(values, 3) for values in (probabilities, labels, np.arange(9))]
     assert choose("sensitivity=0.8", *triples) == pytest.approx(0.25)

@@ -231,6 +231,10 @@ def test_several_labels_are_read_where_the_user_says_so(
     rule = ImageRule(task="multilabel", label_column="a,b" if ",a,b" in text else None)
     dataset = open_dataset("folder", root=table, rule=rule).split("all")
     assert name_labels(dataset) == labels
+    if ",a,b" in text:
+        # without a word there is one class an image
+        with pytest.raises(ValueError, match=r"line 2: it has a and b; keep one class, or set"):
+            read(table, label_column="a,b")
     if "a|b" in text:
         # without a word they are names of classes
         write(table, text.replace("2.png,\n", ""))

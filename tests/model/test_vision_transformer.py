@@ -279,3 +279,8 @@ class TestTraining:
         torch.testing.assert_close(gradients, expected, rtol=1e-11, atol=1e-12)
         model.eval()(images)
         assert [shapes[0], shapes[-1]] == [(4, 1, 32), (4, 11, 32)]
+
+
+def test_the_rate_of_dropped_paths_rises_from_0_at_the_first_block():
+    rates = [block.drop_path1.rate for block in tiny(depth=5, drop_path_rate=0.4).blocks]
+    assert rates == pytest.approx([0, 0.1, 0.2, 0.3, 0.4])

@@ -97,3 +97,13 @@ def test_predictions_are_what_the_operating_point_decides(bundle: Bundle) -> Non
     # the most probable first
     assert found.labels == [name for _, name, _ in found.classes if name in ("class 3", "class 7")]
     assert run(set_point(labels, **rest)).labels == []
+
+
+def test_all_labels_are_named_however_many_classes_are_listed(bundle: Bundle) -> None:
+    names = tuple(f"class {place}" for place in range(10))
+    labels = replace(bundle, class_names=names, data={**bundle.data, "task": "multilabel"})
+    photo = np.random.default_rng(0).integers(0, 256, (20, 30, 3), np.uint8)
+    predictor = Predictor(set_point(labels, **dict.fromkeys(names, 0.0)), top_k=1)
+    (prediction,) = predictor.predict_items([("photo", photo)])
+    assert len(prediction.classes) == 1
+    assert sorted(prediction.labels or []) == sorted(names)

@@ -196,3 +196,18 @@ def test_restored_state_goes_on_to_the_same_bits(precision):
         resumed.averaged_model.parameters(), step.averaged_model.parameters(), strict=True
     )
     assert all(torch.equal(ours, theirs) for ours, theirs in averages)
+
+
+def test_the_average_has_the_running_statistics_of_a_norm_over_the_batch():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(192), nn.Linear(192, 5))
+    step = build_step(model, lr=0.1, ema_decay=0.5)
+    expected = model[1].running_mean.clone()
+    for number in range(6):
+        images, targets = draw_batch(seed=number)
+        step(images + 3, targets)
+        decay = min(0.5, (2 + number) / (11 + number))
+        expected = decay * expected + (1 - decay) * model[1].running_mean
+    average = step.averaged_model[1].running_mean
+    torch.testing.assert_close(average, expected)
+    assert average.mean() > 0.5
