@@ -214,30 +214,6 @@ def test_an_evaluation_saves_what_the_command_writes(
 # -----------------------------------------------------------------------------------
 
 
-def test_predictions_are_the_same_for_paths_pictures_and_arrays(
-    tiny_run: Path, tiny_bundle: Bundle, photos: Path, pictures: list[Image.Image], cli: Launcher
-) -> None:
-    from_folder = vit.predict(tiny_run, photos, top_k=2)
-    assert [Path(each.path).name for each in from_folder.predictions] == ["0.png", "1.png", "2.png"]
-    expected = [each.classes for each in from_folder.predictions]
-    assert all(len(classes) == 2 for classes in expected)
-    for images in (
-        sorted(photos.iterdir()),
-        pictures,
-        np.stack([np.asarray(each) for each in pictures]),
-    ):
-        assert [
-            each.classes for each in vit.predict(tiny_bundle, images, top_k=2).predictions
-        ] == expected
-    (one,) = vit.predict(tiny_bundle, pictures[1], top_k=2).predictions
-    # alone in its batch, the sums of a matrix product may be cut differently
-    assert [name for _, name, _ in one.classes] == [name for _, name, _ in expected[1]]
-    lines = cli.succeed("predict", tiny_run, photos, "--top-k", 2).out
-    assert [json.loads(line)["path"] for line in lines.splitlines()] == [
-        each.path for each in from_folder.predictions
-    ]
-
-
 def test_predictions_save_the_lines_that_the_command_prints(
     tiny_run: Path, photos: Path, tmp_path: Path, cli: Launcher
 ) -> None:
@@ -301,29 +277,3 @@ def test_a_module_comes_back_in_the_mode_it_came_in(pictures: list[Image.Image])
 
 # --- faithfulness
 # ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.extended
-def test_faithfulness_saves_what_the_command_writes(
-    tiny_run: Path, tmp_path: Path, cli: Launcher
-) -> None:
-    cli.succeed(
-        "faithfulness",
-        tiny_run,
-        "--method",
-        "rollout",
-        "--num-images",
-        8,
-        "--output",
-        tmp_path / "command",
-    )
-    result = vit.measure_faithfulness(tiny_run, methods=("rollout",), num_images=8)
-    result.save(tmp_path / "saved")
-    assert contents(tmp_path / "saved").keys() == contents(tmp_path / "command").keys()
-    saved, written = (
-        json.loads((tmp_path / name / "faithfulness.json").read_text())
-        for name in ("saved", "command")
-    )
-    assert saved["values"] == written["values"]
-    assert any("rollout" in row[0] for row in result.rows)
-    assert -1 <= result.summary["metrics"]["srg"]["methods"]["rollout"]["mean"] <= 1

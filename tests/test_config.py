@@ -14,8 +14,6 @@ from vit.config import (
 from vit.runtime.arguments import as_pair
 from vit.training.plan import resolve_image_sizes
 
-CONFIGS = sorted((Path(__file__).parent.parent / "configs").rglob("*.yaml"))
-
 
 def test_overrides_are_laid_over_the_file(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
@@ -77,11 +75,6 @@ def test_the_folder_of_the_images_is_absolute_and_shard_patterns_stay() -> None:
     assert root("~/shards") == str(Path.home() / "shards")
     for pattern in ("s-{000..009}.tar", "shards/*", "a.tar::b.tar"):
         assert root(pattern) == pattern
-
-
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(path.parents[1])))
-def test_every_shipped_recipe_is_valid(path: Path) -> None:
-    load_config(path)
 
 
 @pytest.mark.parametrize(

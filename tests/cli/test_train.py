@@ -158,8 +158,6 @@ def test_results_have_a_place(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["train.epohcs=3"], "did you mean train.epochs?"),
-        (["train.epochs=three"], "train.epochs"),
         (["data.image_size=30"], "try 32"),
         (["data.name=folder"], "data.root"),
         (["data.name=folder", "data.root=/nowhere"], "/nowhere"),

@@ -120,20 +120,6 @@ def test_a_run_of_classes_of_one_group_each_is_not_cross_validated() -> None:
 # --- audit
 
 
-def test_an_audit_predicts_each_image_without_its_group() -> None:
-    """Features that know the site, in which the label is drawn: there is nothing to be learnt."""
-    rng = np.random.default_rng(0)
-    sites = np.repeat(np.arange(40), 5)
-    labels = np.append(np.repeat(rng.permutation(40) % 2, 5), [2] * 5)
-    features = rng.normal(size=(41, 32))[np.append(sites, [40] * 5)]
-    features = (features + 0.1 * rng.normal(size=features.shape)).astype(np.float32)
-    groups = [f"s{site}" for site in np.append(sites, [40] * 5)]
-    assert audit_arrays(features, labels).top1 > 0.85
-    grouped = audit_arrays(features, labels, groups)
-    assert grouped.not_examined == ["c"]
-    assert 0.3 < grouped.top1 < 0.7
-
-
 def test_an_audit_of_a_class_of_one_image_judges_the_others() -> None:
     rng = np.random.default_rng(0)
     labels = np.append(np.repeat([0, 1], 20), [2])

@@ -134,11 +134,6 @@ def test_what_is_given_holds_and_what_depends_on_it_follows(
     assert ("time" in choices) == ("train.epochs=3" not in overrides)
 
 
-def test_a_value_of_the_wrong_type_is_named(photos: Path) -> None:
-    with pytest.raises(ValueError, match=r"train\.epochs: .*'three'"):
-        choose_config(photos, ["train.epochs=three"])
-
-
 def test_init_fine_tunes_at_the_models_own_size(
     cli: Launcher, photos: Path, save_model: SaveModel, tmp_path: Path
 ) -> None:
