@@ -89,7 +89,7 @@ clean:
 	rm -rf $(VENV) runs
 
 $(VENV)/bin/python:
-	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14) and "vit needs Python 3.11 to 3.13")'
+	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15) and "vit needs Python 3.11 to 3.14")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
 

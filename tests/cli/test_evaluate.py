@@ -234,7 +234,6 @@ def test_processes_share_the_work_and_leave_the_same_metrics(
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--data", "cifar11"], "--data cifar11 is not a data set"),
         (["--split", "tset"], "unknown split 'tset'; known: all, test, train, validation"),
         (
             ["--operating-point", "bee:f1", "--split", "all"],

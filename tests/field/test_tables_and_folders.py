@@ -244,7 +244,7 @@ def test_several_labels_are_read_where_the_user_says_so(
 @pytest.mark.parametrize(
     ("files", "sentence"),
     [
-        (["train/a/0.png", "train/b/0.png", "c/0.png"], "names of splits, beside c;"),
+        (["train/a/0.png", "train/b/0.png", "c/0.png", "c/0.txt"], "splits, beside c;"),
         (
             ["train/a/0.png", "train/b/0.png", "val/0.png"],
             "val holds images in no folder of a class; move",

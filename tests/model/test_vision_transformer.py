@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from vit.model.patch_embed import PatchEmbed, build_sincos_positions
-from vit.model.stem import STEMS
+from vit.model.stem import STEMS, build_stem
 from vit.model.vision_transformer import VisionTransformer
 
 OPTIONS = [
@@ -148,6 +148,13 @@ class TestGeometry:
         images = torch.randn(2, 3, 8, 6, dtype=torch.float64)
         expected = embed.proj(images).flatten(2).transpose(1, 2)
         torch.testing.assert_close(embed(images), expected, atol=1e-14, rtol=0)
+
+    @pytest.mark.parametrize(
+        ("stem", "widths"), [("conv", (16, 32, 64)), ("conv_pool", (16, 16, 64))]
+    )
+    def test_stems_have_the_widths_of_their_description(self, stem, widths):
+        layers, _ = build_stem(stem, 3, 64, patch_side=8)
+        assert tuple(m.out_channels for m in layers if isinstance(m, nn.Conv2d)) == widths
 
 
 class TestPositions:

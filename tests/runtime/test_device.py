@@ -80,6 +80,8 @@ def test_a_card_becomes_the_current_one_and_is_asked_for_its_precision(
     # its backward pass is NaN on some cards
     assert not cards.uses_cudnn
     assert choose_device("auto") == torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert choose_device("auto").type == "cuda"
     with pytest.raises(ValueError, match="torch finds no device 'cuda:3' here"):
         choose_device("cuda:3")
 

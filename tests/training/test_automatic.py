@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from PIL import Image
 from sklearn.datasets import load_digits, load_sample_images
@@ -87,6 +88,10 @@ def test_many_photographs_get_the_larger_model_where_the_minutes_hold_it(
     config, choices, _ = choose_config(photos, ["train.max_minutes=0.02"])
     assert (config.model.embed_dim, config.data.image_size) == (128, 64)
     assert "minutes too short" in choices["image size"]
+    # a GPU's minutes hold it
+    monkeypatch.setattr(automatic, "choose_device", lambda name: torch.device("cuda"))
+    config, _, _ = choose_config(photos, ["train.max_minutes=0.02"])
+    assert (config.model.embed_dim, config.train.batch_size) == (256, 32)
 
 
 @pytest.mark.parametrize("mode", ["L", "RGB"])
@@ -106,6 +111,7 @@ def test_small_images_without_colours_get_the_recipe_of_such_images(
     config, choices, _ = choose_config(tmp_path, ["train.device=cpu", "train.max_minutes=0.001"])
     assert choices["recipe"].startswith(f"{family}/cpu")
     assert "20-minutes" not in choices["recipe"]
+    assert config.train.batch_size == 8  # the power of two near √(2n)
     assert (config.data.image_size, config.model.patch_size) == (28, 4)
 
 

@@ -100,7 +100,8 @@ def test_a_killed_worker_is_named_and_resume_goes_on(make_run: MakeRun, tmp_path
             return whole_step(self, *arguments)
 
     run.trainer.train_step.__class__ = Killing
-    with pytest.raises(RuntimeError, match="DataLoader worker"):
+    # from Python 3.14 on its socket may be closed before torch looks
+    with pytest.raises((RuntimeError, ConnectionResetError), match=r"DataLoader worker|reset"):
         run.trainer.train()
     resumed = make_run(tmp_path / "run", *overrides)
     assert resumed.trainer.resume()

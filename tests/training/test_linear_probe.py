@@ -96,6 +96,15 @@ def test_the_readout_that_tells_the_classes_apart_is_chosen() -> None:
     assert 0.8 < probe.accuracy <= 1
 
 
+def test_its_accuracy_is_that_of_images_that_were_left_out() -> None:
+    generator = torch.Generator().manual_seed(0)
+    features = {(1, "avg"): torch.randn(80, 120, generator=generator)}
+    labels = np.arange(80) % 2
+    probe = fit_probe(features, labels, assign_folds(labels), num_classes=2)
+    assert probe.accuracy is not None
+    assert probe.accuracy < 0.75  # of noise
+
+
 def test_a_class_without_images_has_no_probability() -> None:
     features, labels = make_features()
     probe = fit_probe(features, 2 * labels, assign_folds(labels), num_classes=6)

@@ -109,22 +109,22 @@ def _report(error: Exception) -> int:
         return 1
     # `vit` without a command shows its help.
     if type(error).__name__ == "NoArgsIsHelpError":
-        error.show()  # type: ignore[attr-defined]  # of Typer's copy of Click
+        error.show()  # type: ignore[attr-defined]
         return 2
 
     code = 2
     text = str(error) or type(error).__name__
     if isinstance(error, _USAGE_ERROR):
         text = f"{error.format_message()} (--help lists the options)"
-    elif isinstance(error, OSError) and error.strerror:
-        text = f"{error.strerror}: {error.filename}".removesuffix(": None")
-    elif isinstance(error, ValueError | OSError | DriveError):
-        pass
-    elif isinstance(error, EOFError) or "DataLoader worker" in text:
+    elif isinstance(error, EOFError | ConnectionResetError) or "DataLoader worker" in text:
         text = (
             f"a data-loading worker was killed ({first_line(error)}; out of memory, or a full"
             " /dev/shm?); continue with --resume and fewer data.workers"
         )
+    elif isinstance(error, OSError) and error.strerror:
+        text = f"{error.strerror}: {error.filename}".removesuffix(": None")
+    elif isinstance(error, ValueError | OSError | DriveError):
+        pass
     elif isinstance(error, MemoryError) or re.search(_OUT_OF_MEMORY, repr(error)):
         hint = "try a smaller batch size, image size or model, or fewer data.workers"
         text = f"not enough memory ({first_line(error)}); {hint}"
