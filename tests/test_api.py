@@ -165,22 +165,6 @@ def test_a_path_a_dictionary_and_a_config_train_the_same_model(
     assert result.steps == result.metrics[0]["step"]
 
 
-def test_a_run_is_resumed_and_replaced_as_by_the_command(
-    tmp_path: Path, empty_yaml: Path, cli: Launcher
-) -> None:
-    output = tmp_path / "run"
-    cli.succeed("train", empty_yaml, *TINY_RUN, "train.epochs=1", "--output", output)
-    before = vit.load_bundle(output).sha256
-    result = vit.train(output=output, resume=True)
-    assert result.bundle.sha256 == before
-    with pytest.raises(ValueError, match=r"train\.epochs is 1 there, 2 here"):
-        vit.train(output=output, overrides=["train.epochs=2"], resume=True)
-    with pytest.raises(FileExistsError, match="already holds a run"):
-        vit.train(nested(TINY_RUN), output=output)
-    with pytest.raises(ValueError, match="which configuration"):
-        vit.train(output=tmp_path / "new")
-
-
 # --- evaluate and compare
 # ----------------------------------------------------------------------------------
 

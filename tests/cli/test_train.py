@@ -10,6 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
+import vit
 from tests.conftest import Launcher
 from tests.training.test_resume import assert_equal_runs
 from vit.bundle import load_bundle
@@ -103,6 +104,8 @@ def test_a_directory_with_a_run_is_not_touched_unasked(
         "train", empty_yaml, *TINY, "--output", output, "--resume"
     )
     assert {path: path.stat().st_mtime_ns for path in output.rglob("*")} == before
+    with pytest.raises(FileExistsError, match="already holds a run"):
+        vit.train("digits", output=output)
     cli.succeed("train", "--output", output, "--resume")
     before = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
     damaged = tmp_path / "damaged"

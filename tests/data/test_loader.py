@@ -177,7 +177,7 @@ def test_any_number_of_workers_gives_the_same_batches(
     method: str,
     set_start_method: Callable[[str], None],
 ) -> None:
-    # 40 images are two parts
+    # two parts
     source = damaged.subset([*range(24)] * 2)
     said: list[list[str]] = []
     found = []

@@ -65,7 +65,7 @@ def test_intervals_of_a_class_allow_for_groups(make_predictions: MakePredictions
     copies = score_logits(logits.repeat(4, axis=0), labels.repeat(4))
     groups = [str(number) for number in range(60) for _ in range(4)]
     for row, copied in zip(alone, measure(copies, groups, ("a", "b", "c")).per_class, strict=True):
-        # four copies of an image say about as much as one; as four images, 0.1 more
+        # as four images they would be 0.1 more
         assert copied.precision_interval == pytest.approx(row.precision_interval, abs=0.05)
         assert copied.recall_interval == pytest.approx(row.recall_interval, abs=0.05)
 

@@ -33,6 +33,9 @@ def test_files_that_differ_in_their_suffix_or_case_have_names_of_their_own(tmp_p
     items = items_from_dataset(dataset, num_images=6)
     assert len({item.name.casefold() for item in items}) == len(items) == 6
     assert {"tench-2", "church-1"} <= {item.name for item in items}
+    # evenly chosen
+    few = [item.path for item in items_from_dataset(dataset, num_images=3)]
+    assert few == [dataset.ids[index] for index in (0, 2, 5)]
 
 
 @pytest.mark.parametrize(

@@ -65,3 +65,14 @@ def test_a_folder_gets_its_name_when_all_of_its_files_are_on_disk(
     rename_durably(folder, tmp_path / "folder")
     assert sorted(flushed[:3]) == sorted(names)
     assert flushed[3:] == ["parent after"]
+
+
+def test_two_writers_do_not_meet(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+
+    def write(temporary: Path) -> None:
+        temporary.write_text("outer")
+        write_atomically(path, "inner")
+
+    write_atomically(path, write)
+    assert path.read_text() == "outer"

@@ -77,8 +77,11 @@ def test_they_train_as_the_images_do(make_run: MakeRun, tmp_path: Path) -> None:
     assert losses[0][-1] < losses[0][0]
 
 
-def test_a_flip_takes_the_tokens_of_the_mirror_image(make_run: MakeRun, tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", "augment.flip=random")
+@pytest.mark.parametrize("flip", ["random", "alternating"])
+def test_a_flip_takes_the_tokens_of_the_mirror_image(
+    make_run: MakeRun, tmp_path: Path, flip: str
+) -> None:
+    run = make_run(tmp_path / "run", f"augment.flip={flip}")
     loader = run.trainer.train_batches
     model = run.trainer.train_step.module.eval()
     assert isinstance(model, VisionTransformer)

@@ -313,3 +313,13 @@ def test_a_callback_ends_a_run_that_can_be_resumed(
     assert (
         len(vit.predict(early.bundle, arrays[0][:2]).predictions) == 2
     )  # not evaluated yet, and there
+
+
+def test_a_module_keeps_the_weights_of_its_last_step(arrays: Arrays, tmp_path: Path) -> None:
+    class Keep(vit.Observer):
+        def on_epoch(self, metrics: dict[str, Any], model: nn.Module) -> None:
+            self.last = [value.clone() for value in model.state_dict().values()]
+
+    module, keep = nn.Sequential(nn.Flatten(), nn.Linear(192, 3)), Keep()
+    vit.train(CONFIG, output=tmp_path, dataset=arrays, model=module, callbacks=[keep])
+    assert all(map(torch.equal, module.state_dict().values(), keep.last))
