@@ -53,7 +53,6 @@ def run_watched(arguments: list[str], *, count: Any, change: int = 0) -> int:
         for name in CHANGES:
             patch.setattr(os, name, watch(getattr(os, name)))
         outcome = Launcher().run(*arguments)
-    print(outcome.err)
     return outcome.code
 
 
@@ -98,7 +97,7 @@ def kill_often(arguments: list[str], *, whole: Path, check: Callable[[], None]) 
     num_killed = 0
     for number in range(KILLS):
         if number % 2 or not count.value:
-            num_killed += kill(broken, seconds=rng.random() * min(duration, 2))
+            num_killed += kill(broken, seconds=rng.random() * min(duration, 2) / 4)
         else:
             num_killed += kill(broken, change=rng.randint(1, count.value))
         check()

@@ -233,7 +233,7 @@ def test_groups_come_from_folders_an_expression_or_a_table(tmp_path: Path) -> No
     table.unlink()
 
 
-def test_groups_of_the_user_stay_whole_where_there_are_copies(tmp_path: Path) -> None:
+def test_groups_of_the_user_stay_whole_beside_copies(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     for number in range(80):
         folder = tmp_path / ("cat", "dog")[number % 2]

@@ -33,7 +33,7 @@ def test_few_images_without_an_error_support_no_certainty(multilabel: bool) -> N
     assert fit_temperature(100 * logits, labels) == 1.0
 
 
-def test_an_evaluation_measures_the_probabilities_at_the_temperature(tiny_bundle: Bundle) -> None:
+def test_an_evaluation_measures_at_the_temperature(tiny_bundle: Bundle) -> None:
     heated = replace(tiny_bundle, metadata={**tiny_bundle.metadata, "temperature": 3.0})
     result = vit.evaluate(heated, num_examples=0)
     log_probabilities = log_softmax(result.logits.astype(np.float64) / 3, axis=1)

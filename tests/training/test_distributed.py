@@ -21,6 +21,7 @@ OVERRIDES = [
     "model.drop_path_rate=0.0",
     "augment.mixup=0.2",
     "augment.cutout=3",
+    "data.classes=null",
     "train.batch_size=128",
     "train.epochs=5",
     "optimizer.lr=1e-3",
