@@ -75,7 +75,6 @@ def test_the_window_is_that_of_the_standard(tmp_path: Path) -> None:
     image = read_image(path)
     assert isinstance(image, DeepImage)
     assert np.abs(scale(path, (-160, 239)) - expected).max() <= 0.5 + 1e-9
-    # the values themselves, so that a range that is measured is the window's
     assert (image.values.min(), image.values.max()) == (-160, 239)
 
 

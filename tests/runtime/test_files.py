@@ -22,7 +22,9 @@ def test_a_failing_writer_leaves_the_old_file_and_nothing_else(tmp_path: Path) -
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
 
 
-def test_only_results_of_vit_are_replaced_and_only_when_told(tmp_path: Path) -> None:
+def test_only_results_of_vit_are_replaced_and_only_when_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     output = open_output(tmp_path / "out")
     (output / "maps").mkdir()
     (output / "maps" / "a.txt").write_text("old")
@@ -34,7 +36,8 @@ def test_only_results_of_vit_are_replaced_and_only_when_told(tmp_path: Path) -> 
     (tmp_path / "link").symlink_to(output)
     open_output(tmp_path / "link", overwrite=True)
     assert [entry.name for entry in output.iterdir()] == [".vit-output"]
-    open_output(output)
+    monkeypatch.chdir(output)
+    open_output(".", sources=["timm:vit"])
 
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "note.txt").touch()

@@ -133,8 +133,8 @@ class TrainTestOverlap:
     """Evaluated images that were in training: metrics on them don't measure generalisation.
 
     `exact` ones have the same pixels, `near` ones are recoded, resized, mirrored or very similar;
-    `examples` names up to 20, exact ones first; `accuracy_without` is the top-1 accuracy, or exact match,
-    of the other images, null without any.
+    `examples` names up to 20, exact ones first; `accuracy_without` is the top-1 accuracy, or exact
+    match, of the other images, null without any.
     """
 
     exact: int

@@ -24,7 +24,7 @@ from vit.explanation.writer import FORMATS, write_pictures, write_results
 from vit.runtime.arguments import as_tuple, check_choice, check_minimum
 from vit.runtime.files import check_output, expand_home, open_output
 
-# images whose maps are tested by default; for a ViT-S/16 a test takes five times as long as the maps
+# images whose maps are tested by default; a test takes five times as long as the maps of a ViT-S/16
 _NUM_TESTED = 16
 
 

@@ -35,8 +35,8 @@ class ImageItem(NamedTuple):
 def find_items(
     bundle: Bundle, images: ImageInputs | None, num_images: int | None
 ) -> list[ImageItem]:
-    """Find the images to explain. None: `num_images`, by default 16, of the model's test split. Of
-    shards at an address as many. Raise ValueError for `num_images` with other images."""
+    """Find the images to explain. None: `num_images`, by default 16, of the model's test split; an
+    address of shards gives as many. Raise ValueError for `num_images` with other images."""
     recorded = bundle.recorded_images
     if images is None:
         splits = bundle.passed_images or open_for_model(None, recorded=recorded)

@@ -14,8 +14,8 @@ from vit.runtime.arguments import first_line
 from vit.runtime.files import read_tensors
 
 _MAX_PATCHES = 2**16
-# Channels → heads of the published ViTs (Dosovitskiy et al. 2021; 192 and 384 are DeiT's, 512 is DeiT
-# III's, Touvron et al. 2021, 2022). Other widths have no usual number.
+# Channels → heads of the published ViTs (Dosovitskiy et al. 2021; DeiT's 192 and 384, DeiT III's 512,
+# Touvron et al. 2021, 2022). Other widths have no usual number.
 _PUBLISHED_HEADS = {192: 3, 384: 6, 512: 8, 768: 12, 1024: 16, 1280: 16}
 # A tensor that every plain ViT of timm has, by which prefixes of trainers are recognised.
 _PATCHES = "patch_embed.proj.weight"

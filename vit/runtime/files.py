@@ -184,7 +184,8 @@ def check_output(path: Path, *, overwrite: bool, sources: Sequence[str] = ()) ->
     """Raise FileExistsError if an output directory holds files that may not be deleted: with
     `overwrite`, those of an earlier result of vit may be. Raise ValueError if it holds one of the
     `sources`, from which the new result is made."""
-    for source in sources:
+    # a name of timm, or of a module, is no file
+    for source in filter(os.path.exists, sources):
         if Path(source).resolve().is_relative_to(path.resolve()):
             raise ValueError(
                 f"{path} holds {source}, from which this is made; name another --output"

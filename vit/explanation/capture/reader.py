@@ -25,8 +25,8 @@ from vit.model.logits import compute_logits
 from vit.model.model_info import unwrap_model
 from vit.runtime.tensors import Images
 
-# Of more tokens than the first number, the checks of a model follow as many as the second, if the
-# others can be left out: at 1,024 pixels a forward pass of a ViT-S takes 10 s of a CPU.
+# From more tokens than the first number on, the checks follow as many as the second, if the others
+# can be left out: at 1,024 pixels a forward pass of a ViT-S takes 10 s of a CPU.
 MANY_TOKENS, FEW_TOKENS = 1100, 256
 # Maps of a model are read from one of these.
 Source = Literal["attention", "feature map", "pixels"]

@@ -202,7 +202,7 @@ def check_bypass(reader: ModelReader, image: OneImage, num_tokens: int) -> None:
     # copies of the image that the pixels, and then the tokens of each link, change
     marks = torch.tensor([[copy in code for copy in range(num_copies)] for code in codes])
     tolerance = find_tolerance(image)
-    # of very many tokens, a batch of all copies would take much memory
+    # a batch of all copies would take much memory
     for part in torch.split(marks, num_copies if num_tokens <= MANY_TOKENS else 1, dim=1):
         arrived = _follow_copies(reader, image.detach(), num_tokens, part)
         for name, is_marked, norms in zip(readers, part, arrived, strict=False):

@@ -29,9 +29,8 @@ class Method:
             method is made of `parts`.
         class_specific: True if maps depend on the class.
         signed: True if negative values are evidence against the class.
-        models: What its maps can be read from: "attention"; a "feature map",
-            of models without readable attention; "pixels", of averages of
-            models.
+        models: Sources of its maps: "attention"; without it, a "feature map";
+            where models are averaged, "pixels".
         libra: True if gradients follow the rules of LibraGrad.
         parts: Names of methods. The map is the mean of theirs, each divided by
             its standard deviation over the patches.
