@@ -104,8 +104,9 @@ class _Discovery(ForwardWatch):
     """Context that lists the attentions, the additions and the grids of patches of a pass. No tensor
     is kept: each carries its number."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_channels: int) -> None:
         super().__init__(_BATCH)
+        self.num_channels = num_channels
         self.first = ""
         self.seen: list[_Seen] = []
         self.last_additions: dict[tuple[int, ...], int] = {}
@@ -119,7 +120,7 @@ class _Discovery(ForwardWatch):
 
     def on_convolution(self, module: nn.Conv2d, args: tuple[Tensor], patches: Tensor) -> None:
         """Note the grid of patches that don't overlap."""
-        if module.kernel_size == module.stride:
+        if module.in_channels == self.num_channels and module.kernel_size == module.stride:
             self.patch_grids.add((patches.shape[-2], patches.shape[-1]))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -172,7 +173,7 @@ def discover_layers(model: nn.Module, image_shape: tuple[int, ...]) -> Discovere
     added."""
     family = type(model).__name__
     images = draw_noise((1, *image_shape), next(model.parameters())).repeat(_BATCH, 1, 1, 1)
-    watch = _Discovery()
+    watch = _Discovery(image_shape[0])
     with evaluation_mode(model), ExitStack() as stack:
         try:
             run_whole(model, images[:1])  # it may keep what it computes in its first pass
@@ -180,9 +181,7 @@ def discover_layers(model: nn.Module, image_shape: tuple[int, ...]) -> Discovere
                 if name and next(module.parameters(), None) is not None:
                     on_entry = partial(watch.on_entry, name)
                     stack.enter_context(module.register_forward_pre_hook(on_entry))
-                if isinstance(module, nn.Conv2d) and module.in_channels == image_shape[0]:
-                    stack.enter_context(module.register_forward_hook(watch.on_convolution))
-            with watch:
+            with hook_modules(model, watch.on_convolution, nn.Conv2d), watch:
                 run_whole(model, images)
         except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
             raise ValueError(
@@ -222,6 +221,18 @@ def run_whole(model: nn.Module, images: Images) -> Logits:
     if isinstance(model, VisionTransformer):
         return at_least_float32(model(images))
     return compute_logits(model, images)
+
+
+@contextmanager
+def hook_modules(
+    model: nn.Module, hook: Callable[..., Any], kind: type[nn.Module] = nn.Module
+) -> Iterator[None]:
+    """Call a forward hook of every module of a kind."""
+    with ExitStack() as stack:
+        for module in model.modules():
+            if isinstance(module, kind):
+                stack.enter_context(module.register_forward_hook(hook))
+        yield
 
 
 @contextmanager

@@ -4,13 +4,14 @@ output of a module that has several places, if its sides have the proportions of
 
 import itertools
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from vit.explanation.capture.discovery import hook_modules
 from vit.explanation.capture.layers import find_tolerance
 from vit.explanation.capture.tokens import draw_noise
 from vit.model.logits import compute_logits
@@ -49,9 +50,7 @@ def record_outputs(
         last[:] = [(next(count), output)]
         return held[1] if held is not None and held[0] == last[0][0] else None
 
-    with ExitStack() as stack:
-        for module in model.modules():
-            stack.enter_context(module.register_forward_hook(keep))
+    with hook_modules(model, keep):
         yield last
 
 

@@ -40,7 +40,7 @@ from vit.explanation.capture.pooling import (
 )
 from vit.explanation.capture.reader import FEW_TOKENS, MANY_TOKENS, ModelReader, read_model
 from vit.explanation.capture.tokens import Grid, draw_noise
-from vit.explanation.capture.verification import check_bypass, check_mixing, check_places
+from vit.explanation.capture.verification import check_bypass, check_mixing, check_patches
 from vit.explanation.targets import CLASS, Target
 from vit.model.logits import at_least_float32, compute_logits
 from vit.runtime.tensors import Images, Logits, Tokens
@@ -69,11 +69,11 @@ class AttentionRecord:
             inputs[link] = tokens
             return tokens
 
-        def keep_layer(place: int, layer: AttentionLayer) -> None:
+        def keep_layer(number: int, layer: AttentionLayer) -> None:
             if self._verify and not reader.model.training:
-                layer.verify(f"attention layer {place + 1} of {type(reader.model).__name__}")
-            self._found[place] = layer if self._gradients else layer.detach()
-            self._found[place].block_input = inputs.get(place)
+                layer.verify(f"attention layer {number + 1} of {type(reader.model).__name__}")
+            self._found[number] = layer if self._gradients else layer.detach()
+            self._found[number].block_input = inputs.get(number)
 
         return reader.watch(keep_tokens, keep_layer)
 
@@ -81,13 +81,13 @@ class AttentionRecord:
     def layers(self) -> list[AttentionLayer]:
         """The layers. Raises RuntimeError if the last forward pass didn't go through all of
         them."""
-        if not self._num_layers:
+        count = self._num_layers
+        if not count:
             raise RuntimeError("no images [B, C, H, W] went through the model in capture_attention")
-        places = range(self._num_layers)
-        found = [self._found[place] for place in places if place in self._found]
-        if len(found) < len(places):
+        found = [self._found[number] for number in range(count) if number in self._found]
+        if len(found) < count:
             raise RuntimeError(
-                f"{len(places) - len(found)} of {len(places)} attention layers were not captured: "
+                f"{count - len(found)} of {count} attention layers were not captured: "
                 "no forward pass inside capture_attention went through them"
             )
         return found
@@ -247,13 +247,9 @@ def run_forward(
     reader = read_model(model, images)
     # a new leaf, so that the caller's tensor gets no gradient
     images = images.detach().clone().requires_grad_(gradients)
-    record = AttentionRecord(gradients=gradients, verify=not reader.is_checked)
-    with evaluation_mode(reader.model):
-        run = _run_with_attention if reader.has_attention else _run_without_attention
-        with torch.set_grad_enabled(gradients):
-            forward = run(reader, images, record)
-        if gradients:
-            _check_graph(reader.model, forward.logits)
+    run = _run_with_attention if reader.has_attention else _run_without_attention
+    with evaluation_mode(reader.model), torch.set_grad_enabled(gradients):
+        forward = run(reader, images)
         if not reader.is_checked:
             _check_forward(forward, images[:1].detach())
     return forward
@@ -267,7 +263,7 @@ def _check_forward(forward: Forward, image: Images) -> None:
         num_tokens = forward.record.layers[0].num_tokens
         if num_tokens > MANY_TOKENS and reader.can_drop_tokens:
             num_tokens = FEW_TOKENS
-        check_places(reader, image, num_prefix=forward.num_prefix_tokens, grid=forward.grid)
+        check_patches(reader, image, num_prefix=forward.num_prefix_tokens, grid=forward.grid)
         check_bypass(reader, image, num_tokens)
         check_mixing(reader, image, num_tokens)
     logits = forward.logits[:1].detach()
@@ -291,41 +287,44 @@ def _check_graph(model: nn.Module, logits: Logits) -> None:
         )
 
 
-def _run_with_attention(reader: ModelReader, images: Images, record: AttentionRecord) -> Forward:
+def _run_with_attention(reader: ModelReader, images: Images) -> Forward:
     """Run a classifier, and record its attention."""
-    num_prefix, grid = reader.find_places()
-    gradients = torch.is_grad_enabled()
+    num_prefix, grid = reader.find_patches()
+    record = AttentionRecord(gradients=images.requires_grad, verify=not reader.is_checked)
     with record.watch(reader), capture_last_tokens(reader) as last_tokens:
         logits = run_whole(reader.model, images)
         _check_graph(reader.model, logits)
         pool_weights, tokens = measure_pool_weights(reader, last_tokens, logits)
-    if not gradients:  # the graph was for the measurement alone
+    if not images.requires_grad:  # the graph was for the measurement alone
         logits, tokens = logits.detach(), tokens.detach()
     return Forward(reader, images, logits, record, pool_weights, num_prefix, grid, tokens)
 
 
-def _run_without_attention(reader: ModelReader, images: Images, record: AttentionRecord) -> Forward:
+def _run_without_attention(reader: ModelReader, images: Images) -> Forward:
     """Run a classifier, and record its last feature map if maps are read from one."""
     has_feature_map = reader.source == "feature map"
     if has_feature_map and not reader.is_checked:
         check_feature_map(reader.model, images[:1].detach())
     with record_outputs(reader.model) as outputs:
         logits = compute_logits(reader.model, images)
-    feature_map = places = None
+    if images.requires_grad:
+        _check_graph(reader.model, logits)
+    feature_map = parts = None
     if has_feature_map:
         ((_, feature_map),) = outputs
-        places = order_channels(feature_map, images)
-    if places is None:
+        parts = order_channels(feature_map, images)
+    if parts is None:
         # parts of the image for maps of its pixels: 8 to 16 that divide a side, or 14
         rows, columns = (
             next((count for count in range(16, 7, -1) if side % count == 0), min(14, side))
             for side in images.shape[2:]
         )
-        places = images.new_empty(len(images), 0, rows, columns)
-    grid = (places.shape[2], places.shape[3])
-    tokens = places.flatten(2).mT  # the places take the role of patches
-    # the mean over all places, as in global average pooling
+        parts = images.new_empty(len(images), 0, rows, columns)
+    grid = (parts.shape[2], parts.shape[3])
+    tokens = parts.flatten(2).mT  # the parts take the role of patches
+    # the mean over all of them, as in global average pooling
     pool_weights = logits.new_full(tokens.shape[:2], 1 / tokens.shape[1])
+    record = AttentionRecord(gradients=False)
     return Forward(
         reader, images, logits, record, pool_weights, 0, grid, tokens, feature_map=feature_map
     )

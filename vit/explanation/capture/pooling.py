@@ -8,14 +8,16 @@ token, mean, both, maximum), this is the weight for any classifier.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from vit.explanation.capture.discovery import hook_modules
 from vit.explanation.capture.reader import ModelReader
+from vit.explanation.capture.watch import has_three_axes
 from vit.model.logits import at_least_float32
 from vit.runtime.tensors import Logits, Tokens
 
@@ -98,8 +100,7 @@ def capture_last_tokens(reader: ModelReader) -> Iterator[list[Tokens]]:
 
     def on_module(module: nn.Module, args: Any, result: Any) -> Tensor | None:
         # modules before the last block don't matter
-        is_tokens = isinstance(result, Tensor) and result.ndim == 3
-        if not last_tokens or not is_tokens or not result.requires_grad:
+        if not last_tokens or not has_three_axes(result) or not result.requires_grad:
             return None
         for ordered in (result, result.permute(attention.axes)):
             # keys and values of an attention pooling have another width, or are mixed
@@ -109,8 +110,5 @@ def capture_last_tokens(reader: ModelReader) -> Iterator[list[Tokens]]:
                 return ordered.permute(attention.axes) if ordered is not result else None
         return None
 
-    with ExitStack() as stack:
-        stack.enter_context(reader.watch(keep_last))
-        for module in reader.model.modules():
-            stack.enter_context(module.register_forward_hook(on_module))
+    with reader.watch(keep_last), hook_modules(reader.model, on_module):
         yield last_tokens

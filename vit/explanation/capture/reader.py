@@ -103,8 +103,8 @@ class ModelReader:
         # models have no common feature map
         return "pixels" if isinstance(self.model, AveragedModel) else "feature map"
 
-    def find_places(self) -> tuple[int, Grid]:
-        """Find the number of prefix tokens and the grid of the patches; `check_places` looks
+    def find_patches(self) -> tuple[int, Grid]:
+        """Find the number of prefix tokens and the grid of the patches; `check_patches` looks
         whether it is right. All tokens that aren't patches are prefix tokens: class, registers,
         prompts. Without a convolution, patches are taken to be squares. Raise ValueError if there
         are no such patches."""

@@ -8,13 +8,14 @@ assumption is wrong. They need no list of names.
 
 import itertools
 import math
-from contextlib import ExitStack, suppress
+from contextlib import suppress
+from operator import gt
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from vit.explanation.capture.discovery import OnLayer, OnTokens, run_whole
+from vit.explanation.capture.discovery import OnLayer, OnTokens, hook_modules, run_whole
 from vit.explanation.capture.layers import AttentionLayer, find_tolerance
 from vit.explanation.capture.reader import MANY_TOKENS, ModelReader
 from vit.explanation.capture.tokens import Grid, draw_noise
@@ -34,32 +35,26 @@ class _Stop(Exception):
 
 
 @torch.no_grad()
-def check_places(reader: ModelReader, image: OneImage, *, num_prefix: int, grid: Grid) -> None:
+def check_patches(reader: ModelReader, image: OneImage, *, num_prefix: int, grid: Grid) -> None:
     """Change some patches of the image, including the corners, each in a copy of it. Raise
     ValueError if another token than that of a changed patch changes; with overlapping patches on at
     least three rows or columns, a neighbour may change most."""
     rows, columns = grid
-    height, width = image.shape[2] // rows, image.shape[3] // columns
     generator = torch.Generator().manual_seed(0)
     inner = torch.randperm(rows * columns, generator=generator)[:_INNER_PATCHES].tolist()
     # corners find an image that is mirrored or turned within the model
-    places = list(itertools.product((0, rows - 1), (0, columns - 1)))
-    places += [divmod(patch, columns) for patch in inner]
+    changed = list(itertools.product((0, rows - 1), (0, columns - 1)))
+    changed += [divmod(patch, columns) for patch in inner]
     # noise is visible even if the model clips values
     noise = draw_noise(image[0].shape, image, generator)
     overlaps: list[bool] = []  # for each convolution
     is_wrong = False
 
-    def check_overlap(module: nn.Conv2d, args: tuple[Tensor, ...], patches: Tensor) -> None:
+    def on_convolution(module: nn.Conv2d, args: tuple[Tensor, ...], patches: Tensor) -> None:
         nonlocal is_wrong
-        reads_image = args[0].shape[1] == image.shape[1] and tuple(patches.shape[-2:]) == grid
-        for axis, (kernel, stride) in enumerate(
-            zip(module.kernel_size, module.stride, strict=True)
-        ):
-            overlaps.append(kernel > stride)
-            # without a border, the first patch is far from where a map shows it
-            border = module.padding[axis] if isinstance(module.padding, tuple) else 0
-            is_wrong |= reads_image and abs(kernel - stride - 2 * border) > stride
+        overlaps.append(any(map(gt, module.kernel_size, module.stride)))
+        if args[0].shape[1] == image.shape[1] and tuple(patches.shape[-2:]) == grid:
+            is_wrong |= not _is_centred(module)
 
     changes: list[Float[Tensor, " N"]] = []
 
@@ -68,31 +63,29 @@ def check_places(reader: ModelReader, image: OneImage, *, num_prefix: int, grid:
         changes.append((tokens[1] - tokens[0]).norm(dim=1).cpu())
         raise _Stop
 
-    with ExitStack() as stack:
-        for module in reader.model.modules():
-            if isinstance(module, nn.Conv2d):
-                stack.enter_context(module.register_forward_hook(check_overlap))
+    height, width = image.shape[2] // rows, image.shape[3] // columns
+    with hook_modules(reader.model, on_convolution, nn.Conv2d):
         # one pair at a time, because all pairs of large images would take much memory
-        for row, column in places:
+        for row, column in changed:
             top, left = row * height, column * width
             patch = (..., slice(top, top + height), slice(left, left + width))
-            pair = image.detach().repeat(2, 1, 1, 1)
+            pair = image.repeat(2, 1, 1, 1)
             pair[1][patch] += noise[patch]
             with suppress(_Stop), reader.change_tokens(record_and_stop):
                 compute_logits(reader.model, pair)
 
-    bound, far, reach = find_tolerance(image), 0, torch.zeros(2, 1)
+    bound, far, reach = find_tolerance(image), 0, torch.zeros(2)
     if any(overlaps):
         # a convolutional stem spreads a change to the neighbours, which may change more; of two
         # rows or columns each is the other's neighbour, which would tell nothing
         bound, far = _FAR_TOLERANCE, max(3, max(grid) // 2)
-        reach = torch.tensor([[side >= 3] for side in grid])
-    steps = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).T
-    for place, change in zip(places, changes, strict=True):
-        distance = (steps - torch.tensor(place)[:, None]).abs()  # [2, patches]
+        reach = torch.tensor([side >= 3 for side in grid])
+    patches = torch.cartesian_prod(torch.arange(rows), torch.arange(columns))  # [P, 2]
+    for one, change in zip(changed, changes, strict=True):
+        distance = (patches - torch.tensor(one)).abs()
         most = int(change.argmax()) - num_prefix
-        is_wrong |= most < 0 or bool((distance[:, most] > reach[:, 0]).any())
-        others = change[num_prefix:][distance.amax(dim=0) > far]
+        is_wrong |= most < 0 or bool((distance[most] > reach).any())
+        others = change[num_prefix:][distance.amax(dim=1) > far]
         is_wrong |= bool(change[:num_prefix].any() or (others > bound * change.amax()).any())
     if is_wrong:
         raise ValueError(
@@ -101,6 +94,13 @@ def check_places(reader: ModelReader, image: OneImage, *, num_prefix: int, grid:
             "can be read (another attention before it, a crop or border in the model, another "
             "order?), so no map is exact"
         )
+
+
+def _is_centred(convolution: nn.Conv2d) -> bool:
+    """Return whether patches are about where a map shows them: larger ones need a border."""
+    borders = convolution.padding if isinstance(convolution.padding, tuple) else (0, 0)
+    sides = zip(convolution.kernel_size, convolution.stride, borders, strict=True)
+    return all(abs(kernel - stride - 2 * border) <= stride for kernel, stride, border in sides)
 
 
 def _follow(
@@ -158,7 +158,7 @@ def check_mixing(reader: ModelReader, image: OneImage, num_tokens: int) -> None:
         mean = layer.value[:, :, group < 2].mean(dim=2, keepdim=True)
         return torch.where((group == 2)[:, None], (mean + layer.value) / 2, mean)
 
-    seen = _follow(reader, image.detach().repeat(3, 1, 1, 1), num_tokens, change, attend)
+    seen = _follow(reader, image.repeat(3, 1, 1, 1), num_tokens, change, attend)
     for number, (group, arrived) in enumerate(zip(groups, seen[1:-1], strict=True), start=1):
         is_read = group < 2
         _, by_others, by_read = arrived
@@ -204,7 +204,7 @@ def check_bypass(reader: ModelReader, image: OneImage, num_tokens: int) -> None:
     tolerance = find_tolerance(image)
     # a batch of all copies would take much memory
     for part in torch.split(marks, num_copies if num_tokens <= MANY_TOKENS else 1, dim=1):
-        arrived = _follow_copies(reader, image.detach(), num_tokens, part)
+        arrived = _follow_copies(reader, image, num_tokens, part)
         for name, is_marked, norms in zip(readers, part, arrived, strict=False):
             size, *changes = norms.reshape(len(norms), -1).norm(dim=1)
             scale = max(*changes, tolerance * size)

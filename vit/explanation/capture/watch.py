@@ -88,7 +88,7 @@ class ForwardWatch(TorchFunctionMode):
         elif func in _UNCHANGED and self._is_weights(args[0]):
             self._weights.append(result)
         elif func in _PRODUCTS and self._is_weights(args[0]):
-            return _read_product(self.batch, result, *args, **kwargs)
+            return _read_product(self.batch, result, range(result.ndim), *args, **kwargs)
         elif func is torch.einsum:
             operands = args[1] if isinstance(args[1], list | tuple) else args[1:]
             terms = args[0].replace(" ", "").replace("->", ",").split(",")
@@ -149,13 +149,14 @@ def _read_fused(
     )
 
 
-def _read_product(batch: int, output: Tensor, weights: Tensor, value: Tensor) -> AttentionLayer:
-    """Read A @ V."""
-    matrices = _split_heads(weights, batch)
-    if value.ndim == 3 and len(value) == len(matrices):
-        value = value[:, None]
-    values = _share_heads(_split_heads(value, batch), matrices.shape[1])
-    return AttentionLayer(output, range(output.ndim), values, weights=matrices)
+def _read_product(
+    batch: int, output: Tensor, axes: Sequence[int], weights: Tensor, values: Tensor
+) -> AttentionLayer:
+    """Read A @ V, see `AttentionLayer` for the axes. Heads may share their values."""
+    values = values.expand(*weights.shape[:-2], -1, -1)
+    return AttentionLayer(
+        output, axes, _split_heads(values, batch), weights=_split_heads(weights, batch)
+    )
 
 
 def _read_einsum(
@@ -173,15 +174,10 @@ def _read_einsum(
     own = "".join(letter for letter in rows[:-1] if letter in value_term)
     values = value.permute([value_term.index(letter) for letter in own + key + channels])
     for axis, letter in enumerate(rows[:-1]):
-        if letter not in own:  # heads that share their values
+        if letter not in own:
             values = values.unsqueeze(axis)
-    values = values.expand(*weights.shape[:-2], -1, -1)
-    return AttentionLayer(
-        output,
-        [output_term.index(letter) for letter in rows + channels],
-        _split_heads(values, batch),
-        weights=_split_heads(weights, batch),
-    )
+    axes = [output_term.index(letter) for letter in rows + channels]
+    return _read_product(batch, output, axes, weights, values)
 
 
 def _split_heads(tensor: Tensor, batch: int) -> Heads:
