@@ -1,6 +1,6 @@
 """Measure the pool weights u of a model: how much each output token of the encoder counts in the
-pooled feature, which the model classifies. Explaining mean-pooled models at the class token (or at
-token 0 if there is none) is a common mistake.
+pooled feature, which the model classifies. Explaining mean-pooled models at the class token is a
+common mistake.
 
 For a random mixture f of the logits and the tokens x after the last norm, u_j is the mean over the
 channels d of |∂f/∂x_jd| / Σ_k |∂f/∂x_kd|. If the pooled feature is a weighted mean of tokens (class
@@ -27,9 +27,9 @@ TokenWeights = Float[Tensor, "B N"]
 def measure_pool_weights(
     reader: ModelReader, last_tokens: list[Tokens], logits: Logits
 ) -> tuple[TokenWeights, Tokens]:
-    """Measure how much each of the tokens of `capture_last_tokens` counts, and find those that are
-    pooled. They are in the graph of the logits. Raise ValueError if the logits don't depend on them,
-    or if tokens are mixed after the last block."""
+    """Measure how much each token counts, and find the tokens that are pooled among those of
+    `capture_last_tokens`. Raise ValueError if the logits don't depend on them, or if tokens are
+    mixed after the last block."""
     found = reader.found
     # both are found once, so that no later pass copies numbers to or from its device
     if found.signs is None:
@@ -55,8 +55,8 @@ def measure_pool_weights(
 def _find_pooled(last_tokens: list[Tokens], gradients: Sequence[Tensor | None]) -> int:
     """Return which of the last tokens are pooled: the last ones on the way to the logits."""
     used = {
-        place: gradient
-        for place, gradient in enumerate(gradients)
+        number: gradient
+        for number, gradient in enumerate(gradients)
         if gradient is not None and gradient.any()
     }
     if 0 not in used:

@@ -2,8 +2,7 @@
 
 Maps assume that the tokens are patches row by row, that the attention layers follow one another,
 that each has a residual connection, and that nothing else mixes tokens or leads around them. The
-checks change one image or its tokens, look at what changes, and refuse a model for which an
-assumption is wrong. They need no list of names.
+checks change one image or its tokens, and refuse a model in which something else changes.
 """
 
 import itertools
@@ -15,10 +14,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from vit.explanation.capture.discovery import OnLayer, OnTokens, hook_modules, run_whole
-from vit.explanation.capture.layers import AttentionLayer, find_tolerance
-from vit.explanation.capture.reader import MANY_TOKENS, ModelReader
-from vit.explanation.capture.tokens import Grid, draw_noise
+from vit.explanation.capture.discovery import (
+    OnLayer,
+    OnTokens,
+    draw_noise,
+    hook_modules,
+    run_whole,
+)
+from vit.explanation.capture.reader import FEW_TOKENS, MANY_TOKENS, ModelReader
+from vit.explanation.capture.watch import AttentionLayer, find_tolerance
 from vit.model.logits import compute_logits
 from vit.runtime.tensors import Images
 
@@ -35,10 +39,21 @@ class _Stop(Exception):
 
 
 @torch.no_grad()
-def check_patches(reader: ModelReader, image: OneImage, *, num_prefix: int, grid: Grid) -> None:
+def check_attention(reader: ModelReader, image: OneImage) -> None:
+    """Raise ValueError if the attention of a model, which may be read right, makes no map of it."""
+    num_tokens = reader.attention.num_tokens[0]
+    if num_tokens > MANY_TOKENS and reader.can_drop_tokens:
+        num_tokens = FEW_TOKENS
+    _check_patches(reader, image)
+    _check_bypass(reader, image, num_tokens)
+    _check_mixing(reader, image, num_tokens)
+
+
+def _check_patches(reader: ModelReader, image: OneImage) -> None:
     """Change some patches of the image, including the corners, each in a copy of it. Raise
     ValueError if another token than that of a changed patch changes; with overlapping patches on at
     least three rows or columns, a neighbour may change most."""
+    num_prefix, grid = reader.find_patches()
     rows, columns = grid
     generator = torch.Generator().manual_seed(0)
     inner = torch.randperm(rows * columns, generator=generator)[:_INNER_PATCHES].tolist()
@@ -107,8 +122,8 @@ def _follow(
     reader: ModelReader, images: Images, num_tokens: int, on_tokens: OnTokens, on_layer: OnLayer
 ) -> list[Float[Tensor, "B ..."]]:
     """Run copies of an image with the first `num_tokens` tokens, and measure what arrives at each
-    link, before it is changed, and the logits: the norm of each token of the first copy, and of its
-    changes in the others."""
+    link, and the logits: the norm of each token of the first copy, and of its changes in the
+    others."""
     arrived = []
 
     def measure(tensor: Tensor) -> None:
@@ -126,14 +141,13 @@ def _follow(
     return arrived
 
 
-@torch.no_grad()
-def check_mixing(reader: ModelReader, image: OneImage, num_tokens: int) -> None:
+def _check_mixing(reader: ModelReader, image: OneImage, num_tokens: int) -> None:
     """Let all tokens attend to the same half of them, another one in each layer, with equal weights,
     and change the tokens that enter each block. Half of the others attend to themselves, too.
 
-    If the other half changes, each of its tokens changes alone: nothing else mixes tokens, the
-    attention has the tokens' order, and each token keeps its own. If the half changes to which all
-    attend, all change: the attention is between tokens. Otherwise raise ValueError.
+    If the other half changes, each of its tokens must change alone: nothing else mixes tokens, and
+    the attention has their order. If the half changes to which all attend, all must change: the
+    attention is between tokens. Otherwise raise ValueError.
     """
     generator = torch.Generator().manual_seed(0)
     groups = [
@@ -185,13 +199,12 @@ def check_mixing(reader: ModelReader, image: OneImage, num_tokens: int) -> None:
             )
 
 
-@torch.no_grad()
-def check_bypass(reader: ModelReader, image: OneImage, num_tokens: int) -> None:
+def _check_bypass(reader: ModelReader, image: OneImage, num_tokens: int) -> None:
     """Change the pixels and the tokens that enter each block, each in some copies of the image.
 
-    A block must read the tokens of the block before and nothing else: in copies that have the same
-    tokens there, the next tokens are the same, whatever pixels and earlier tokens they had. The
-    tokens that leave the last block in this way decide the logits. Otherwise raise ValueError.
+    Copies that have the same tokens before a block must have the same ones after it, whatever
+    pixels and earlier tokens they had. The tokens that leave the last block decide the logits in
+    this way. Otherwise raise ValueError.
     """
     num_layers = reader.attention.num_layers
     readers = [f"attention layer {number}" for number in range(1, num_layers + 1)]
@@ -219,8 +232,7 @@ def check_bypass(reader: ModelReader, image: OneImage, num_tokens: int) -> None:
 def _follow_copies(
     reader: ModelReader, image: OneImage, num_tokens: int, marks: Tensor
 ) -> list[Float[Tensor, "B ..."]]:
-    """Follow an image and copies of it, with noise on the pixels and the tokens of each link in
-    those that are marked."""
+    """Follow an image and copies with noise on the pixels or the tokens of a link, if marked."""
     generator = torch.Generator().manual_seed(0)
 
     def add_noise(tensor: Tensor, is_changed: Tensor, scale: float | Tensor) -> Tensor:
