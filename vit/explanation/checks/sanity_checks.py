@@ -64,11 +64,11 @@ def measure_drops(forward: Forward, targets: Int[Tensor, "B T"]) -> Float[Tensor
     numbers = torch.arange(len(images), device=images.device)
     every_patch = torch.arange(math.prod(forward.grid), device=images.device)[None]
     # all images without the first tile, then without the next
-    logits = [
+    parts = [
         compute_kept(numbers.repeat(len(kept)), kept.repeat_interleave(len(images), dim=0))
         for kept in (every_patch, *list_kept(forward.grid, images.device))
     ]
-    logits = at_least_float32(torch.cat(logits))
+    logits = at_least_float32(torch.cat(parts))
     repetitions = len(logits) // len(images)
     drops = []
     for column in (*targets.unbind(dim=1), predicted):

@@ -74,8 +74,9 @@ def _weigh_gradient(weight: float | Tensor, value: Any) -> Any:
     def weigh(tensor: Tensor) -> Tensor:
         if not tensor.requires_grad:
             return tensor
-        weighted: Any = tensor.view_as(tensor)
-        weighted.register_hook(lambda gradient: gradient * weight)
+        weighted = tensor.view_as(tensor)
+        hook: Callable[..., object] = weighted.register_hook
+        hook(lambda gradient: gradient * weight)
         return weighted
 
     return tree_map_only(Tensor, weigh, value)
