@@ -302,10 +302,10 @@ def _read_product(
     batch: int, output: Tensor, axes: Sequence[int], weights: Tensor, values: Tensor
 ) -> AttentionLayer:
     """Read A @ V, see `AttentionLayer` for the axes. Heads may share their values."""
-    values = values.expand(*weights.shape[:-2], -1, -1)
-    return AttentionLayer(
-        output, axes, _split_heads(values, batch), weights=_split_heads(weights, batch)
-    )
+    leading = torch.broadcast_shapes(weights.shape[:-2], values.shape[:-2])
+    weights = _split_heads(weights, batch)
+    values = _split_heads(values.expand(*leading, -1, -1), batch)
+    return AttentionLayer(output, axes, values, weights=weights)
 
 
 def _read_einsum(
