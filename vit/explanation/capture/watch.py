@@ -102,8 +102,8 @@ class AttentionLayer:
             for name in ("weights", "query", "key", "bias")
             if (tensor := getattr(self, name)) is not None
         }
-        empty = self.output.new_empty(0)
-        return replace(self, output=empty, value=empty, **tensors)
+        value = self.value.new_empty(*self.value.shape[:3], 0)
+        return replace(self, output=self.output.new_empty(0), value=value, **tensors)
 
     def attention(self, images: slice = _ALL, queries: slice = _ALL) -> Attention:
         """Compute the weights after the softmax, in float32 or more, in the graph of the layer."""
