@@ -10,7 +10,7 @@ from PIL import Image
 
 from tests.runtime.conftest import Count, Meter
 from vit.bundle import open_model
-from vit.explanation.explainer import Explainer
+from vit.explanation.explain import Explainer
 from vit.explanation.items import items_from_images
 from vit.explanation.methods.registry import list_methods
 from vit.explanation.records import ImageResult

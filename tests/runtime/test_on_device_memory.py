@@ -17,7 +17,7 @@ from tests.runtime.conftest import Counter
 from tests.training.conftest import flatten
 from vit.bundle import open_model
 from vit.data.loader import fits_in_memory
-from vit.explanation.explainer import Explainer
+from vit.explanation.explain import Explainer
 from vit.explanation.items import items_from_images
 from vit.explanation.records import ImageResult
 from vit.model.vision_transformer import VisionTransformer

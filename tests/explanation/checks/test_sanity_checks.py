@@ -7,11 +7,11 @@ from scipy.ndimage import gaussian_filter
 
 from vit.explanation.capture.forward import run_forward
 from vit.explanation.checks.sanity_checks import (
-    MAX_ALTERNATIVES,
+    MAX_COPIES,
     SanityCheck,
     check_map,
     choose_tiles,
-    list_alternatives,
+    list_copies,
     list_kept,
     measure_drops,
 )
@@ -88,8 +88,8 @@ def test_the_p_value_counts_alternatives_that_agree_as_well() -> None:
     ("grid", "count"), [((4, 4), 128), ((3, 5), 60), ((14, 14), 523), ((20, 20), 640)]
 )
 def test_alternatives_are_rearrangements_of_the_map(grid: tuple[int, int], count: int) -> None:
-    places = list_alternatives(grid)
-    assert len(places) == count <= MAX_ALTERNATIVES
+    places = list_copies(grid)
+    assert len(places) == count <= MAX_COPIES
     assert torch.equal(places[0], torch.arange(grid[0] * grid[1]))
     assert torch.equal(places.sort(dim=1).values, places[0].expand(count, -1))
     assert len(places.unique(dim=0)) == count

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from vit.explanation.capture import layers
+from vit.explanation.capture import watch
 from vit.explanation.capture.forward import Forward, capture_attention, run_forward
 from vit.explanation.methods.gradients import (
     compute_difference_x_gradient,
@@ -57,7 +57,7 @@ def test_gae_of_a_few_query_rows_at_a_time_is_the_same(
     model, images = ours(global_pool="avg")
     arguments = record(model.double(), images.double())
     whole = compute_gae(*arguments)
-    monkeypatch.setattr(layers, "CHUNK_ELEMENTS", 3 * 25 * 7)  # seven of 24 rows
+    monkeypatch.setattr(watch, "CHUNK_ELEMENTS", 3 * 25 * 7)  # seven of 24 rows
     assert (compute_gae(*arguments) - whole).abs().max() < 1e-12
 
 
