@@ -10,12 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import vit
-from tests.conftest import Launcher, SaveModel
+from tests.conftest import Launcher, SaveModel, save_noise
 from vit.bundle import load_bundle
 from vit.data.images import list_images, read_image
 from vit.data.open import open_dataset
@@ -30,9 +29,7 @@ def model_file(tmp_path_factory: pytest.TempPathFactory, save_model: SaveModel) 
 
 @pytest.fixture
 def photo(tmp_path: Path) -> Path:
-    pixels = np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8)
-    Image.fromarray(pixels).save(tmp_path / "photo.png")
-    return tmp_path / "photo.png"
+    return save_noise(tmp_path, ["photo.png"])[0]
 
 
 @pytest.fixture(autouse=True)
@@ -168,11 +165,8 @@ class TestModelFiles:
 class TestDataSets:
     @pytest.fixture
     def root(self, tmp_path: Path) -> Path:
-        for name in ("cat", "dog"):
-            (tmp_path / "images" / name).mkdir(parents=True)
-            for number in range(5):
-                pixels = np.random.default_rng(number).integers(0, 256, (8, 8, 3), dtype=np.uint8)
-                Image.fromarray(pixels).save(tmp_path / "images" / name / f"{number}.png")
+        names = [f"{name}/{number}.png" for name in ("cat", "dog") for number in range(5)]
+        save_noise(tmp_path / "images", names, size=(8, 8))
         return tmp_path / "images"
 
     def test_a_link_to_its_own_parent_is_not_followed(self, root: Path) -> None:

@@ -8,11 +8,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
-from PIL import Image
 
-from tests.conftest import Launcher, Outcome, SaveModel
+from tests.conftest import Launcher, Outcome, SaveModel, save_noise
 
 
 @pytest.fixture(scope="module")
@@ -24,9 +22,7 @@ def model_file(tmp_path_factory: pytest.TempPathFactory, save_model: SaveModel) 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("images")
-    rng = np.random.default_rng(0)
-    for name in ("b.png", "a.jpg", "c d.webp"):
-        Image.fromarray(rng.integers(0, 256, (20, 30, 3), dtype=np.uint8)).save(folder / name)
+    save_noise(folder, ("b.png", "a.jpg", "c d.webp"))
     (folder / "broken.png").write_bytes((folder / "b.png").read_bytes()[:200])
     return folder
 

@@ -5,13 +5,12 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 import vit
-from tests.conftest import Launcher
+from tests.conftest import Launcher, save_noise
 from tests.training.test_resume import assert_equal_runs
 from vit.bundle import load_bundle
 from vit.config import load_config
@@ -31,12 +30,8 @@ TINY = [
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
     """Two classes of noise, ten images each and two to test on."""
-    rng = np.random.default_rng(0)
-    for folder, count in (("train/cat", 10), ("train/dog", 10), ("test/cat", 1), ("test/dog", 1)):
-        (tmp_path / "photos" / folder).mkdir(parents=True)
-        for number in range(count):
-            pixels = rng.integers(0, 256, (20, 30, 3), dtype=np.uint8)
-            Image.fromarray(pixels).save(tmp_path / "photos" / folder / f"{number}.jpg")
+    names = [f"train/{name}/{number}.jpg" for name in ("cat", "dog") for number in range(10)]
+    save_noise(tmp_path / "photos", [*names, "test/cat/0.jpg", "test/dog/0.jpg"])
     return tmp_path / "photos"
 
 

@@ -4,11 +4,10 @@ import os
 import zipfile
 from pathlib import Path
 
-import numpy as np
 import pytest
 from PIL import Image
 
-from tests.conftest import Launcher
+from tests.conftest import Launcher, save_noise
 from vit.runtime.places import find_nearest_name
 
 # command → what its error says
@@ -120,14 +119,9 @@ def test_the_nearest_name_may_be_longer_or_in_other_letters() -> None:
 @pytest.fixture
 def broken(tmp_path: Path) -> Path:
     """Two classes of 20 images; 12 of the 40 are damaged."""
-    rng = np.random.default_rng(0)
-    for name in ("cat", "dog"):
-        (tmp_path / "photos" / name).mkdir(parents=True)
-        for number in range(20):
-            path = tmp_path / "photos" / name / f"{number:02}.png"
-            Image.fromarray(rng.integers(0, 256, (9, 9, 3), dtype=np.uint8)).save(path)
-            if number < 6:
-                path.write_bytes(path.read_bytes()[:60])
+    names = [f"{name}/{number:02}.png" for number in range(20) for name in ("cat", "dog")]
+    for path in save_noise(tmp_path / "photos", names, size=(9, 9))[:12]:
+        path.write_bytes(path.read_bytes()[:60])
     return tmp_path / "photos"
 
 

@@ -18,7 +18,7 @@ import pytest
 from PIL import Image
 
 import vit
-from tests.conftest import TINY_RUN, Launcher
+from tests.conftest import TINY_RUN, Launcher, save_noise
 from vit.data.cache import decode_dataset
 from vit.data.dataset import ImageDataset
 from vit.data.open import open_dataset
@@ -44,12 +44,8 @@ SMALL = [
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two classes of noise, 16 images each."""
     folder = tmp_path_factory.mktemp("images") / "photos"
-    rng = np.random.default_rng(0)
-    for name in ("cat", "dog"):
-        (folder / name).mkdir(parents=True)
-        for number in range(16):
-            pixels = rng.integers(0, 256, (16, 16, 3), dtype=np.uint8)
-            Image.fromarray(pixels).save(folder / name / f"{number:02}.png")
+    names = [f"{name}/{number:02}.png" for name in ("cat", "dog") for number in range(16)]
+    save_noise(folder, names, size=(16, 16))
     return folder
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
+from tests.conftest import save_noise
 from vit.config import load_config
 from vit.data.preprocess import Preprocess
 from vit.training.data import TrainingData, build_data, build_dataset
@@ -19,12 +19,9 @@ PRETRAINED = Preprocess(
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """train/ and valid/ of two classes."""
-    rng = np.random.default_rng(0)
-    for number in range(48):
-        folder = tmp_path / "images" / ("train" if number < 40 else "valid") / "ab"[number % 2]
-        folder.mkdir(parents=True, exist_ok=True)
-        pixels = rng.integers(0, 256, (20, 24, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(folder / f"{number}.png")
+    names = [f"train/{'ab'[number % 2]}/{number}.png" for number in range(40)]
+    names += [f"valid/{'ab'[number % 2]}/{number}.png" for number in range(8)]
+    save_noise(tmp_path / "images", names)
     return tmp_path / "images"
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.conftest import save_noise
 from vit.api import explain
 from vit.bundle import Bundle
 from vit.data.preprocess import Preprocess
@@ -37,17 +38,13 @@ def bundle() -> Bundle:
 def photos(tmp_path: Path) -> list[str]:
     """Four images of different sizes, two with the same stem, and a broken one."""
     folder = tmp_path / "photos"
-    random = np.random.default_rng(0)
     for name, size in {
-        "a/one.png": (20, 30),
-        "b/one.png": (30, 20),
+        "a/one.png": (30, 20),
+        "b/one.png": (20, 30),
         "two.jpg": (16, 16),
-        "é.webp": (64, 48),
+        "é.webp": (48, 64),
     }.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(random.integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)).save(
-            folder / name
-        )
+        save_noise(folder, [name], size=size)
     (folder / "broken.jpg").write_bytes(b"\xff\xd8\xff\xe0 nothing")
     return sorted(str(path) for path in folder.rglob("*.*"))
 
