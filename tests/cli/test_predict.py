@@ -3,7 +3,6 @@
 import io
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -49,19 +48,6 @@ def test_json_lines_of_a_folder_in_order(
     assert "can't be read" in lines[2]["error"]
     assert [len(line.get("predictions", [])) for line in lines] == [2, 2, 0, 2]
     assert "1 of 4 images could not be read" in err
-
-
-@pytest.mark.extended
-def test_a_list_on_standard_input_goes_through_a_pipe(
-    cli: Launcher, model_file: Path, folder: Path
-) -> None:
-    """As a separate program: standard output holds the lines and nothing else."""
-    program = cli.start("predict", model_file, "-", "--device", "cpu", stdin=subprocess.PIPE)
-    listed = f"{folder}/c d.webp\n{folder}/gone.png\n{folder}/a.jpg\n"
-    done = cli.finish(program, input=listed)
-    lines = [json.loads(line) for line in done.out.splitlines()]
-    assert [line["path"] for line in lines] == listed.splitlines()
-    assert lines[1]["error"] == "No such file or directory"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="file names of any bytes are Linux's")

@@ -35,23 +35,17 @@ def photos(tmp_path: Path) -> Path:
     return tmp_path / "photos"
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, empty_yaml: Path, cli: Launcher) -> Path:
-    """A run of two epochs, which tests must not change."""
-    output = tmp_path_factory.mktemp("runs") / "run"
-    cli.succeed("train", empty_yaml, *TINY, "--output", output)
-    return output
-
-
-def test_a_run_leaves_what_it_promises(run: Path, cli: Launcher) -> None:
+def test_a_run_leaves_what_it_promises(tiny_run: Path, cli: Launcher) -> None:
+    run = tiny_run
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [row["epoch"] for row in rows] == [1, 2]
+    assert [row["epoch"] for row in rows] == [1, 2, 3, 4]
     assert {
         *("epoch", "step", "train_loss", "val_loss", "val_top1"),
         *("learning_rate", "images_per_second", "elapsed_seconds"),
     } <= rows[0].keys()
     assert list((run / "tensorboard").glob("events.*"))
-    assert len(list((run / "checkpoints").glob("step-*.pt"))) == 2
+    # the last two and the best
+    assert len(list((run / "checkpoints").glob("step-*.pt"))) in (2, 3)
     bundle = load_bundle(run)
     assert bundle.class_names == tuple("0123456789")
     assert len(bundle.data["fingerprint"]) == 64
@@ -134,6 +128,17 @@ def test_a_dry_run_shows_the_plan_and_a_batch(
         assert picture.width >= 8 * 8
 
 
+def test_what_is_unusual_is_warned_of(
+    photos: Path, empty_yaml: Path, tmp_path: Path, cli: Launcher
+) -> None:
+    options = ["data.name=folder", f"data.root={photos}", "train.batch_size=8", "--dry-run"]
+    for name in ("test", "val"):
+        (photos / "test").rename(photos / name)
+        outcome = cli.succeed("train", empty_yaml, *TINY, *options, "--output", tmp_path / name)
+        found = [line for line in outcome.err.splitlines() if line.startswith("warning: ")]
+        assert ["val is the test split" in line for line in found] == [True] * (name == "val")
+
+
 def test_results_have_a_place(
     empty_yaml: Path, tmp_path: Path, cli: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,26 +156,6 @@ def test_results_have_a_place(
     second = cli.succeed("train", empty_yaml, *options, "optimizer.lr=1e-9")
     assert f"next: vit evaluate {Path('runs') / empty_yaml.stem}-2" in second.err
     assert "name it with --output" in cli.fail("train", empty_yaml, "--resume")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["data.image_size=30"], "try 32"),
-        (["data.name=folder"], "data.root"),
-        (["data.name=folder", "data.root=/nowhere"], "/nowhere"),
-        (["train.device=cuda:7"], "cuda:7"),
-        (["model.init=/nowhere/model.safetensors"], "/nowhere/model.safetensors"),
-        (["--resume", "--overwrite"], "give one of them"),
-    ],
-)
-def test_a_mistake_gets_one_line(
-    empty_yaml: Path, tmp_path: Path, cli: Launcher, arguments: list[str], message: str
-) -> None:
-    output = tmp_path / "run"
-    tiny = [item for item in TINY if "image_size" not in item]
-    assert message in cli.fail("train", empty_yaml, *tiny, *arguments, "--output", output)
-    assert not (output / "config.yaml").exists()
 
 
 @pytest.mark.skipif(torch.__version__ < "2.10", reason="it imports sympy before 2.10")

@@ -65,16 +65,6 @@ def test_folders_tables_and_parquet_give_the_rows_of_one_process(
             np.testing.assert_allclose(row["probabilities"], probabilities, atol=1e-6)
 
 
-def test_options_that_this_mode_has_no_use_for_are_refused(
-    cli: Launcher, tiny_model_file: Path, tmp_path: Path
-) -> None:
-    paths = write_images(tmp_path / "photos", 1)
-    command = ("predict", tiny_model_file, paths[0], *RAY)
-    assert "--output" in cli.fail(*command)
-    assert "--top-k" in cli.fail(*command, "--output", tmp_path / "rows", "--top-k", 2)
-    assert not (tmp_path / "rows").exists()
-
-
 @pytest.mark.chaos
 def test_killed_jobs_lose_and_double_nothing(
     cli: Launcher, tiny_model_file: Path, tmp_path: Path

@@ -1,6 +1,5 @@
 """An error of the arguments names the remedy in the user's words."""
 
-import os
 import zipfile
 from pathlib import Path
 
@@ -44,6 +43,8 @@ COMMANDS = [
     (["train", "cifar10/cpuu"], "did you mean cifar10/cpu?"),
     (["train", "digits", "train.epoch=3"], "did you mean train.epochs?"),
     (["train", "digits", "--init", "lauf"], "did you mean laeufe?"),
+    (["train", "digits", "--resume", "--overwrite"], "give one of them"),
+    (["train", "digits", "train.device=cuda:7"], "cuda:7"),
     (["audit", "Meine Foto", "--model", "imagenette"], "did you mean 'Meine Fotos (Klasse 9b)'?"),
     (["audit", "klasse.zip", "--model", "imagenette"], "klasse.zip is an archive; unpack it"),
     (["evaluate", "imagenete"], "did you mean imagenette?"),
@@ -59,6 +60,7 @@ COMMANDS = [
         ["predict", "imagenette", "gepackt"],
         "gepackt holds no images; check the path, and unpack archives in it",
     ),
+    (["predict", "imagenette", "zebra.jpg", "--engine", "ray"], "name it with --output"),
     (["compare", "laeufe", "lauf"], "laeufe has no evaluation.json"),
     (["faithfulness", "klasse.zip"], "klasse.zip is an archive"),
     (["export", "imagenete"], "did you mean imagenette?"),
@@ -140,15 +142,3 @@ def test_ten_unreadable_files_are_named_and_nothing_is_left(
     line = cli.fail("train", tmp_path / "packed", "--output", tmp_path / "run")
     assert "cat holds no images; files not used: 1 (.zip); remove it" in line
     assert not (tmp_path / "run").exists()
-
-
-def test_a_run_that_fails_leaves_what_was_there(
-    cli: Launcher, broken: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "run").mkdir()
-    cli.fail("train", broken, "--output", tmp_path / "run")
-    assert os.listdir(tmp_path / "run") == [".lock"]
-    (tmp_path / "run" / "notes.txt").touch()
-    (tmp_path / "run" / "tensorboard").mkdir()
-    assert "not part of a run" in cli.fail("train", "digits", "--output", tmp_path / "run")
-    assert sorted(os.listdir(tmp_path / "run")) == [".lock", "notes.txt", "tensorboard"]

@@ -100,16 +100,6 @@ class TestNoLocks:
             outcome = subprocess.run(command, capture_output=True, text=True, check=False)
         assert "ValueError: it is held" in outcome.stderr
 
-    def test_a_run_trains(
-        self, empty_yaml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(fcntl, "flock", fail_with(errno.ENOSYS))
-        monkeypatch.setenv("VIT_CACHE", str(tmp_path / "cache"))
-        overrides = [*TINY_RUN, "train.max_steps=3"]
-        with pytest.warns(UserWarning, match="without locks"):
-            run = vit.train(empty_yaml, output=tmp_path / "run", overrides=overrides)
-        assert run.steps == 3
-
     @pytest.mark.filterwarnings("ignore:.*without locks")
     def test_two_processes_that_decode_at_the_same_time_get_the_same_pixels(
         self, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

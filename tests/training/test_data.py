@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from tests.conftest import save_noise
 from vit.config import load_config
@@ -54,8 +55,19 @@ def test_without_pretrained_weights_the_training_images_are_measured(root: Path)
     assert (data.preprocess.crop_pct, data.preprocess.interpolation) == (1.0, "bicubic")
     assert data.train.pixels is not None
     pixels = np.asarray(data.train.pixels, dtype=np.float64) / 255
-    np.testing.assert_allclose(data.preprocess.mean, pixels.mean(axis=(0, 1, 2)), atol=1e-4)
-    np.testing.assert_allclose(data.preprocess.std, pixels.std(axis=(0, 1, 2)), atol=1e-4)
+    np.testing.assert_allclose(data.preprocess.mean, pixels.mean(axis=(0, 1, 2)), atol=5e-5)
+    np.testing.assert_allclose(data.preprocess.std, pixels.std(axis=(0, 1, 2)), atol=5e-5)
+
+
+def test_twelve_bits_are_scaled_by_the_range_of_the_training_images(root: Path) -> None:
+    for number, path in enumerate(sorted(root.rglob("*.png"))):
+        values = np.random.default_rng(number).integers(0, 4096, (20, 24), dtype=np.uint16)
+        Image.fromarray(values).save(path)
+    data = build(root)
+    assert data.preprocess.value_range == (0, 4095)
+    assert data.train.pixels is not None
+    expected = data.preprocess.to_uint8(data.train.image(3))
+    np.testing.assert_array_equal(data.train.pixels[3], expected)
 
 
 def test_the_main_process_decides_for_all_where_images_are_kept(
