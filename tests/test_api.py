@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 
 import vit
-from tests.conftest import Launcher
+from tests.conftest import Launcher, save_noise
 from vit.bundle import Bundle
 from vit.config import load_config
 from vit.model.vision_transformer import VisionTransformer
@@ -37,17 +37,15 @@ FUNCTIONS = (
 
 
 @pytest.fixture(scope="module")
-def pictures() -> list[Image.Image]:
-    random = np.random.default_rng(0)
-    return [Image.fromarray(random.integers(0, 256, (20, 30, 3), dtype=np.uint8)) for _ in range(3)]
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("photos")
+    save_noise(folder, ("0.png", "1.png", "2.png"))
+    return folder
 
 
 @pytest.fixture(scope="module")
-def photos(pictures: list[Image.Image], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("photos")
-    for number, picture in enumerate(pictures):
-        picture.save(folder / f"{number}.png")
-    return folder
+def pictures(photos: Path) -> list[Image.Image]:
+    return [Image.open(path).convert("RGB") for path in sorted(photos.iterdir())]
 
 
 def contents(directory: Path) -> dict[str, bytes]:

@@ -261,11 +261,7 @@ def source(request: pytest.FixtureRequest, tmp_path: Path, small_timm: None) -> 
 
 # the other commands have the same door, and then minutes of work
 def test_commands_take_every_name_of_a_model(
-    cli: Launcher,
-    source: str | Path,
-    photos: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    cli: Launcher, source: str | Path, photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # the model is open and its page is built when the server would start
     monkeypatch.setattr("uvicorn.Server.run", lambda server, sockets: None)

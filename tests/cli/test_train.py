@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 import vit
-from tests.conftest import Launcher, save_noise
+from tests.conftest import TINY_RUN, Launcher, save_noise
 from tests.training.test_resume import assert_equal_runs
 from vit.bundle import load_bundle
 from vit.config import load_config
@@ -81,16 +81,15 @@ def test_threads_that_divide_the_batch_resume_to_the_same_run(
 
 
 def test_a_directory_with_a_run_is_not_touched_unasked(
-    empty_yaml: Path, tmp_path: Path, cli: Launcher
+    empty_yaml: Path, tiny_run: Path, tmp_path: Path, cli: Launcher
 ) -> None:
-    output = tmp_path / "run"
-    cli.succeed("train", empty_yaml, *TINY, "train.epochs=1", "--output", output)
+    output = shutil.copytree(tiny_run, tmp_path / "run")
     before = {path: path.stat().st_mtime_ns for path in output.rglob("*")}
     assert "--resume, or replace it with --overwrite" in cli.fail(
         "train", empty_yaml, *TINY, "--output", output
     )
-    assert "train.epochs is 1 there, 2 here" in cli.fail(
-        "train", empty_yaml, *TINY, "--output", output, "--resume"
+    assert "train.epochs is 4 there, 2 here" in cli.fail(
+        "train", empty_yaml, *TINY_RUN, "train.epochs=2", "--output", output, "--resume"
     )
     assert {path: path.stat().st_mtime_ns for path in output.rglob("*")} == before
     with pytest.raises(FileExistsError, match="already holds a run"):
@@ -143,7 +142,7 @@ def test_results_have_a_place(
     empty_yaml: Path, tmp_path: Path, cli: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    options = ["train.epochs=1", "train.batch_size=32", "data.image_size=8", "train.device=cpu"]
+    options = ["train.max_steps=2", "train.batch_size=32", "data.image_size=8", "train.device=cpu"]
     options += ["model.depth=1", "model.embed_dim=48"]
     first = cli.succeed("train", empty_yaml, *options)
     run = Path("runs") / f"{empty_yaml.stem}-1"

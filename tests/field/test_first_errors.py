@@ -7,7 +7,6 @@ import pytest
 from PIL import Image
 
 from tests.conftest import Launcher, save_noise
-from vit.runtime.places import find_nearest_name
 
 # command → what its error says
 COMMANDS = [
@@ -108,14 +107,6 @@ def test_errors_of_arguments_name_the_remedy(
     output = [] if arguments[0] in ("predict", "compare", "serve", "info") else ["-o", "out"]
     assert expected in cli.fail(*arguments, *output)
     assert not (desk / "out").exists()
-
-
-def test_the_nearest_name_may_be_longer_or_in_other_letters() -> None:
-    names = ["Photos", "photos-old", "Urlaub 2024"]
-    assert find_nearest_name("photo", names) == "Photos"
-    assert find_nearest_name("URLAUB", names) == "Urlaub 2024"
-    assert find_nearest_name("xyz", names) is None
-    assert find_nearest_name("", names) is None
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """What a program gives to `vit.train`: images, a transform, a model, callbacks."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,10 +49,8 @@ def plain(arrays: Arrays, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 class Colours(torch.utils.data.Dataset[tuple[Any, int]]):
-    classes = NAMES
-
-    def __init__(self, arrays: Arrays) -> None:
-        self.arrays = arrays
+    def __init__(self, arrays: Arrays, classes: tuple[str, ...] = NAMES) -> None:
+        self.arrays, self.classes = arrays, classes
 
     def __len__(self) -> int:
         return len(self.arrays[0])
@@ -73,26 +72,11 @@ def same(first: Any, second: Any) -> bool:
 # ------------------------------------------------------------------------------------------------
 
 
-def test_a_dictionary_is_training_and_validation_images(arrays: Arrays, tmp_path: Path) -> None:
-    images, labels = arrays
-    sets = {"train": (images[:60], labels[:60]), "validation": (images[60:], labels[60:])}
-    result = vit.train(CONFIG, output=tmp_path / "run", dataset=sets)
-    splits = result.bundle.data["splits"]
-    assert {name: split["num_images"] for name, split in splits.items()} == {
-        "train": 60,
-        "validation": 30,
-    }
-    other = Colours(arrays)
-    other.classes = NAMES[::-1]
-    sets = {"train": Colours(arrays), "validation": other}
-    with pytest.raises(ValueError, match="different classes; pass class_names"):
-        vit.train(CONFIG, output=tmp_path / "other", dataset=sets)
-
-
-def test_a_given_data_set_is_needed_again(arrays: Arrays, tmp_path: Path, cli: Launcher) -> None:
-    run = tmp_path / "run"
-    before = vit.train(CONFIG, output=run, dataset=arrays)
-    assert same(before, vit.train(output=run, resume=True, dataset=arrays))
+def test_a_given_data_set_is_needed_again(
+    arrays: Arrays, plain: Any, tmp_path: Path, cli: Launcher
+) -> None:
+    run = shutil.copytree(plain.directory, tmp_path / "run")
+    assert same(plain, vit.train(output=run, resume=True, dataset=arrays))
     assert "were passed from Python" in cli.fail("train", "--resume", "--output", run)
     assert "were passed from Python" in cli.fail(
         "evaluate", run, "--output", tmp_path / "evaluation"
@@ -380,6 +364,12 @@ MISTAKES: dict[str, tuple[Callable[[Any, Arrays, Path], Any], str]] = {
             CONFIG, output=p, dataset=a, model=timm.create_model("test_vit", num_classes=3)
         ),
         r"does not take images \[2, 3, 8, 8\] \(Input height .*set data\.image_size",
+    ),
+    "other classes in a part": (
+        lambda r, a, p: vit.train(
+            CONFIG, output=p, dataset={"train": Colours(a), "val": Colours(a, NAMES[::-1])}
+        ),
+        "different classes; pass class_names",
     ),
     "no pairs": (
         lambda r, a, p: vit.train(CONFIG, output=p, dataset=[3, 4]),

@@ -117,7 +117,9 @@ def test_accepted_suggestions_are_applied_and_change_the_fingerprint(
     path = f"{CLASSES[0]}/{FILE.format(0)}"
     corrections = tmp_path / "corrections.csv"
     with corrections.open("w", newline="") as file:
-        csv.writer(file).writerows([("path", "given", "label"), (path, *CLASSES)])
+        csv.writer(file, lineterminator="\n").writerows(
+            [("path", "given", "label"), (path, *CLASSES)]
+        )
     files = sorted(map(str, root.rglob("*")))
 
     before = open_dataset("folder", root=root)

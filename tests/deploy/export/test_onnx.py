@@ -63,7 +63,7 @@ def run_program(folder: Path, *paths: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("task", "preprocess"),
     [
-        ("classes", None),
+        ("classes", {}),
         (
             "class from a threshold",
             {"interpolation": "bilinear", "resize_mode": "stretch", "image_size": [32, 48]},
@@ -73,30 +73,34 @@ def run_program(folder: Path, *paths: Path) -> list[dict[str, Any]]:
 )
 def test_the_program_predicts_forty_pictures_as_vit_does(
     photos: list[Path],
+    model_file: Path,
+    folder: Path,
     save_model: SaveModel,
     tmp_path: Path,
     task: str,
-    preprocess: dict[str, Any] | None,
+    preprocess: dict[str, Any],
 ) -> None:
-    values = {"image_size": [32, 32], "crop_pct": 0.875, **(preprocess or {})}
-    path = save_model(
-        tmp_path / "saved.safetensors",
-        class_names=NAMES,
-        img_size=tuple(values["image_size"]),
-        patch_size=8,
-        depth=1,
-        preprocess=Preprocess.from_dict(values),
-    )
-    change_metadata(path, {"temperature": 0.4})
-    path = change_task(path, tmp_path / "model.safetensors", task)
-    folder = vit.export_model(path, output=tmp_path / "out").parent
+    path = model_file
+    if preprocess:
+        values = {"image_size": [32, 32], "crop_pct": 0.875, **preprocess}
+        saved = save_model(
+            tmp_path / "saved.safetensors",
+            class_names=NAMES,
+            img_size=tuple(values["image_size"]),
+            patch_size=8,
+            depth=1,
+            preprocess=Preprocess.from_dict(values),
+        )
+        change_metadata(saved, {"temperature": 0.4})
+        path = change_task(saved, tmp_path / "model.safetensors", task)
+        folder = vit.export_model(path, output=tmp_path / "out").parent
     expected = vit.predict(path, list(map(str, photos)), precision="float32").predictions
     found = run_program(folder, *photos)
     assert len(found) == len(expected)
     for ours, prediction in zip(found, expected, strict=True):
         assert ours["path"] == prediction.path
         # a model that was trained on 8 bits refuses deeper images
-        is_deep = Path(prediction.path).name[:2] in ("12", "16") and not values.get("value_range")
+        is_deep = Path(prediction.path).name[:2] in ("12", "16") and "value_range" not in preprocess
         assert (prediction.error is not None) == ("error" in ours) == is_deep, (prediction, ours)
         if is_deep:
             continue
@@ -192,7 +196,7 @@ def test_onnxruntime_makes_weights_of_8_and_16_bits(folder: Path, tmp_path: Path
 
 
 def test_onnx_needs_its_packages_and_a_classifier(
-    cli: Launcher, tiny_model_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cli: Launcher, model_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import timm
 
@@ -201,5 +205,5 @@ def test_onnx_needs_its_packages_and_a_classifier(
         vit.export_model(headless, output=tmp_path / "headless")
     assert not (tmp_path / "headless").exists()
     monkeypatch.setitem(sys.modules, "onnxscript", None)
-    told = cli.fail("export", tiny_model_file, "--output", tmp_path / "out")
+    told = cli.fail("export", model_file, "--output", tmp_path / "out")
     assert "'.[export]'" in told
