@@ -325,7 +325,7 @@ def test_a_run_is_evaluated_and_explained_on_what_was_held_out(plain: Any) -> No
     with pytest.raises(ValueError, match=r"passed from Python; pass them as dataset=…"):
         vit.evaluate(plain.directory)
     with pytest.raises(ValueError, match="--split test"):
-        vit.evaluate(plain.bundle, operating_point="1:f1")
+        vit.evaluate(plain.bundle, operating_point="class 1:f1")
 
 
 def a_function(metrics: Any) -> None:
