@@ -73,27 +73,23 @@ def run_program(folder: Path, *paths: Path) -> list[dict[str, Any]]:
 )
 def test_the_program_predicts_forty_pictures_as_vit_does(
     photos: list[Path],
-    model_file: Path,
-    folder: Path,
     save_model: SaveModel,
     tmp_path: Path,
     task: str,
     preprocess: dict[str, Any],
 ) -> None:
-    path = model_file
-    if preprocess:
-        values = {"image_size": [32, 32], "crop_pct": 0.875, **preprocess}
-        saved = save_model(
-            tmp_path / "saved.safetensors",
-            class_names=NAMES,
-            img_size=tuple(values["image_size"]),
-            patch_size=8,
-            depth=1,
-            preprocess=Preprocess.from_dict(values),
-        )
-        change_metadata(saved, {"temperature": 0.4})
-        path = change_task(saved, tmp_path / "model.safetensors", task)
-        folder = vit.export_model(path, output=tmp_path / "out").parent
+    values = {"image_size": [32, 32], "crop_pct": 0.875, **preprocess}
+    path = save_model(
+        tmp_path / "saved.safetensors",
+        class_names=NAMES,
+        img_size=tuple(values["image_size"]),
+        patch_size=8,
+        depth=1,
+        preprocess=Preprocess.from_dict(values),
+    )
+    change_metadata(path, {"temperature": 0.4})
+    path = change_task(path, tmp_path / "model.safetensors", task)
+    folder = vit.export_model(path, output=tmp_path / "out").parent
     expected = vit.predict(path, list(map(str, photos)), precision="float32").predictions
     found = run_program(folder, *photos)
     assert len(found) == len(expected)
