@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
 
-from tests.conftest import Launcher, SaveModel
+from tests.conftest import Launcher, SaveModel, save_noise
 from vit.data.preprocess import Preprocess
 from vit.evaluation.intervals import compute_proportion_interval
 from vit.evaluation.metrics import score_logits
@@ -55,13 +54,12 @@ def test_numbers_and_codes_are_values() -> None:
 
 def write_images(folder: Path) -> list[tuple[str, ...]]:
     """Write 48 images, and return for each its file, class, patient and site."""
-    rng = np.random.default_rng(0)
-    rows = []
-    for number in range(48):
-        name = f"{number:02d}.png"
-        Image.fromarray(rng.integers(0, 256, (20, 20, 3), dtype=np.uint8)).save(folder / name)
-        rows.append((name, "bc"[number % 2], f"p{number // 6}", f"Site {number % 3}"))
-    return rows
+    names = [f"{number:02d}.png" for number in range(48)]
+    save_noise(folder, names)
+    return [
+        (name, "bc"[number % 2], f"p{number // 6}", f"Site {number % 3}")
+        for number, name in enumerate(names)
+    ]
 
 
 def test_a_column_of_the_table_is_read(

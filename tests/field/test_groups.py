@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
+from tests.conftest import save_noise
 from vit.analysis.audit.suspects import Audit, audit_images
 from vit.data.dataset import ImageDataset, ImageRule
 from vit.data.open import open_dataset
@@ -154,13 +154,13 @@ SPECIES = {
 def sites(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Photos of species at camera sites."""
     root = tmp_path_factory.mktemp("sites")
-    rng = np.random.default_rng(0)
-    for name, places in SPECIES.items():
-        for site in places:
-            for number in range(4):
-                path = root / name / f"SITE{site}_{number}.png"
-                path.parent.mkdir(exist_ok=True)
-                Image.fromarray(rng.integers(0, 256, (4, 4, 3), dtype=np.uint8)).save(path)
+    names = [
+        f"{name}/SITE{site}_{number}.png"
+        for name, places in SPECIES.items()
+        for site in places
+        for number in range(4)
+    ]
+    save_noise(root, names, size=(4, 4))
     return root
 
 

@@ -54,8 +54,7 @@ def test_a_step_reads_no_value_and_does_what_the_one_before_did(name: str) -> No
     the host each time could not be captured, for a CUDA graph keeps the numbers that it was
     captured with."""
     config = load_recipe(name, *SHORT, "train.precision=bfloat16")
-    _, size = list_sizes(config)[0]
-    step, batch = build(config), draw_batch(config, size)
+    step, batch = build(config), draw_batch(config, list_sizes(config)[0])
     rates = []
     step(*batch)  # the first one allocates the optimizer's state
     kept = [
