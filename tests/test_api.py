@@ -82,6 +82,7 @@ def test_an_unknown_name_comes_with_the_known_ones() -> None:
 
 def test_recipes_are_found_by_name_and_packaged() -> None:
     assert find_recipe("cifar10/cpu") == ROOT / "configs" / "cifar10" / "cpu.yaml"
+    assert find_recipe("own.yml") == Path("own.yml")
     for path in (ROOT / "configs").rglob("*.yaml"):
         assert load_config(find_recipe(path.relative_to(ROOT / "configs").with_suffix("")))
     with pytest.raises(

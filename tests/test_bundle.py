@@ -63,7 +63,9 @@ def test_a_bundle_needs_nothing_else(path: Path) -> None:
     assert bundle.preprocess.mean == (0.1, 0.2, 0.3)
     assert bundle.config == {"train": {"epochs": 3}}
     assert bundle.data["fingerprint"] == "f" * 64
-    assert bundle.metadata["versions"]["vit"] == vit.__version__
+    versions = bundle.metadata["versions"]
+    assert versions["vit"] == vit.__version__
+    assert {"python", "torch", "torchvision", "timm", "numpy", "safetensors"} < versions.keys()
     assert bundle.training_hashes is not None
     assert bundle.training_hashes[0].tolist() == [1, 2**64 - 1]
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from sklearn.metrics import average_precision_score
 
 from tests.conftest import Launcher, SaveModel, save_noise
 from vit.data.preprocess import Preprocess
@@ -33,6 +34,19 @@ def test_counts_intervals_and_order_are_those_worked_by_hand() -> None:
     assert (rows["a"].num_images, rows["a"].metric, rows["a"].num_groups) == (20, 12 / 20, 20)
     assert rows["a"].interval == pytest.approx(compute_proportion_interval(12, 20))
     assert rows["rare"].metric == 3 / 4
+
+
+def test_several_labels_are_measured_by_the_average_precision() -> None:
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(60, 3)).astype(np.float32)
+    labels = logits + rng.normal(size=(60, 3)) > 0
+    site = np.arange(60) % 2
+    rows = measure_subgroups(["ab"[each] for each in site], score_logits(logits, labels), None)
+    for row in rows:
+        own = site == "ab".index(row.name)
+        expected = average_precision_score(labels[own], logits[own], average="macro")
+        assert row.metric == pytest.approx(expected)
+        assert row.interval[0] < expected < row.interval[1]
 
 
 def test_intervals_of_a_value_allow_for_groups() -> None:

@@ -13,7 +13,7 @@ from vit.data.open import open_dataset
 from vit.data.sources.base import ArrayReader
 from vit.data.splits import DatasetSplits
 from vit.prediction.batch_predictor import Features
-from vit.training.folds import assign_folds
+from vit.training.folds import assign_folds, name_always_trained
 from vit.training.linear_probe import fit_probe
 
 
@@ -48,6 +48,14 @@ def test_folds_of_any_groups_hold(seed: int) -> None:
     folds = assign_folds(labels, groups, num_folds=5)
     check_folds(folds, labels, groups)
     assert sorted(set(folds[folds >= 0].tolist())) == list(range(folds.max() + 1))
+
+
+def test_classes_that_are_never_left_out_are_named() -> None:
+    folds, labels = np.array([0, 1, -1]), np.array([0, 0, 1])
+    # of the third class there is no image
+    for each in (labels, labels[:, None] == np.arange(3)):
+        assert name_always_trained(folds, each, tuple("abc")).endswith(": b")
+        assert name_always_trained(folds[:2], each[:2], tuple("abc")) == ""
 
 
 def test_folds_without_groups_are_as_they_were() -> None:

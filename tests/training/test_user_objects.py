@@ -12,11 +12,15 @@ import timm
 import torch
 from PIL import Image
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torchvision.transforms import v2
 
 import vit
 from tests.conftest import Launcher
 from vit.config import load_config
+from vit.evaluation.calibration import fit_temperature
+from vit.prediction.batch_predictor import BatchPredictor, read_from
+from vit.prediction.neighbours import compute_distances
 from vit.training.data import build_data, build_dataset, build_train_loader
 
 CONFIG: dict[str, Any] = {
@@ -70,6 +74,32 @@ def same(first: Any, second: Any) -> bool:
 
 # --- images
 # ------------------------------------------------------------------------------------------------
+
+
+def test_a_dictionary_is_training_and_validation_images(arrays: Arrays, tmp_path: Path) -> None:
+    images, labels = arrays
+    sets = {"train": (images[:60], labels[:60]), "validation": (images[60:], labels[60:])}
+    result = vit.train(CONFIG, output=tmp_path / "run", dataset=sets)
+    splits = result.bundle.data["splits"]
+    assert {name: split["num_images"] for name, split in splits.items()} == {
+        "train": 60,
+        "validation": 30,
+    }
+    # what the model says of its doubt is of the images that were held out
+    bundle = result.bundle
+    pixels = [bundle.preprocess.to_uint8(Image.fromarray(image)) for image in images[60:]]
+    predictor = BatchPredictor.from_bundle(bundle)
+    logits, features = predictor.predict_with_features(read_from(pixels), count=30)
+    temperature = fit_temperature(logits, labels[60:])
+    assert bundle.metadata["temperature"] == pytest.approx(temperature, rel=1e-3)
+    training, distances = bundle.likeness
+    assert len(training) == 60
+    assert distances == pytest.approx(compute_distances(features, training), abs=1e-4)
+    other = Colours(arrays)
+    other.classes = NAMES[::-1]
+    sets = {"train": Colours(arrays), "validation": other}
+    with pytest.raises(ValueError, match="different classes; pass class_names"):
+        vit.train(CONFIG, output=tmp_path / "other", dataset=sets)
 
 
 def test_a_given_data_set_is_needed_again(
@@ -296,6 +326,31 @@ def test_a_callback_ends_a_run_that_can_be_resumed(
     assert (
         len(vit.predict(early.bundle, arrays[0][:2]).predictions) == 2
     )  # not evaluated yet, and there
+
+
+def test_a_given_loss_is_trained_and_nothing_else(arrays: Arrays, tmp_path: Path) -> None:
+    def train(name: str, sign: int) -> Any:
+        given = {"dataset": arrays, "loss": lambda *pair: sign * F.cross_entropy(*pair)}
+        return vit.train(CONFIG, output=tmp_path / name, **given)
+
+    overrides = {"train.label_smoothing": 0}
+    usual = vit.train(CONFIG, output=tmp_path / "usual", dataset=arrays, overrides=overrides)
+    assert same(train("given", 1), usual)
+    first, last = train("negative", -1).metrics
+    assert 0 > first["train_loss"] > last["train_loss"]
+    # validation measures the cross-entropy
+    assert 0 < first["val_loss"] < last["val_loss"]
+
+
+def test_without_validation_the_last_model_is_kept(arrays: Arrays, tmp_path: Path) -> None:
+    given = {"dataset": arrays, "overrides": {"data.validation_fraction": 0}}
+    result = vit.train(CONFIG, output=tmp_path, **given)
+    assert (result.best_top1, result.num_validation, result.steps) == (None, 0, 10)
+    assert [row["val_top1"] for row in result.metrics] == [None, None]
+    # nothing held out tells how sure the model may be
+    assert "temperature" not in result.bundle.metadata
+    (prediction,) = vit.predict(result.bundle, arrays[0][0]).predictions
+    assert prediction.p_value is None
 
 
 def test_a_module_keeps_the_weights_of_its_last_step(arrays: Arrays, tmp_path: Path) -> None:
