@@ -9,7 +9,7 @@ import torch
 
 import vit
 from tests.conftest import SaveModel
-from vit.explanation.methods.registry import list_methods
+from vit.explanation.methods.maps import list_methods
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 BOUND = 1e-4

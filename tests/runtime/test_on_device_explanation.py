@@ -12,7 +12,7 @@ from tests.runtime.conftest import Count, Meter
 from vit.bundle import open_model
 from vit.explanation.explain import Explainer
 from vit.explanation.items import items_from_images
-from vit.explanation.methods.registry import list_methods
+from vit.explanation.methods.maps import list_methods
 from vit.explanation.records import ImageResult
 
 MODELS = {

@@ -26,7 +26,7 @@ def explain(
     """
     # torch takes seconds to import, and `vit --help` does without
     from vit.data.images import list_images
-    from vit.explanation.checks.sanity_checks import count_confirmed
+    from vit.explanation.patch_removal import count_confirmed
     from vit.explanation.writer import SHEET_FILE
 
     paths = None

@@ -18,12 +18,16 @@ from vit.bundle import Bundle, Models, keeps_mode, open_model
 from vit.data.images import ImageInputs
 from vit.data.preprocess import Preprocess
 from vit.explanation.capture.forward import draw_image, open_reader
-from vit.explanation.checks.sanity_checks import check_map, measure_drops
-from vit.explanation.gallery.gallery import MAX_IMAGES, describe_card
 from vit.explanation.items import ImageItem, find_items
-from vit.explanation.methods.maps import choose_explain_batch_size, compute_maps
-from vit.explanation.methods.registry import Method, find_methods, list_methods
+from vit.explanation.methods.maps import (
+    Method,
+    choose_explain_batch_size,
+    compute_maps,
+    find_methods,
+    list_methods,
+)
 from vit.explanation.methods.rollout import measure_attention
+from vit.explanation.patch_removal import check_map, measure_drops
 from vit.explanation.records import MAX_SHEET_IMAGES, Explanations, ImageResult, MapResult
 from vit.explanation.render.overlay import PatchMap, resize_picture
 from vit.explanation.targets import (
@@ -35,7 +39,13 @@ from vit.explanation.targets import (
     find_decided,
     find_output_kind,
 )
-from vit.explanation.writer import FORMATS, write_pictures, write_results
+from vit.explanation.writer import (
+    FORMATS,
+    MAX_IMAGES,
+    describe_card,
+    write_pictures,
+    write_results,
+)
 from vit.prediction.decision import compute_probabilities
 from vit.runtime.arguments import as_tuple, check_choice, check_minimum
 from vit.runtime.device import copy_to_device, copy_to_host, run_in_memory
@@ -225,7 +235,7 @@ class Explainer:
         """Choose the methods for "auto"."""
         reader, bundle = self._reader, self.bundle
         if not reader.has_attention:
-            return list_methods(reader.source)
+            return tuple(list_methods(reader.source))
         # a model without a classifier has no evidence for a class
         if bundle.class_names:
             # a pooling may have no gates; it is tried on noise, because all tokens of an even image

@@ -15,8 +15,8 @@ from torch.nn.utils.rnn import pad_sequence
 from vit.bundle import Bundle
 from vit.data.dataset import printable
 from vit.data.preprocess import Geometry
-from vit.explanation.checks.sanity_checks import SanityCheck
-from vit.explanation.methods.registry import Method
+from vit.explanation.methods.maps import Method
+from vit.explanation.patch_removal import PatchRemovalTest
 from vit.explanation.render.overlay import PatchMap
 from vit.runtime.numbers import format_percent
 
@@ -43,7 +43,7 @@ class MapResult:
     values: PatchMap = field(repr=False)
     caption: str
     target: Mapping[str, Any] | None
-    sanity_check: SanityCheck | None = None
+    sanity_check: PatchRemovalTest | None = None
 
 
 @dataclass
@@ -162,7 +162,7 @@ class Explanations:
         return found
 
     @property
-    def checks(self) -> dict[str, list[list[SanityCheck]]]:
+    def checks(self) -> dict[str, list[list[PatchRemovalTest]]]:
         """Tests by method, image and class; no classes if none were asked for."""
         return {
             name: [

@@ -17,7 +17,7 @@ from vit.analysis.faithfulness.gains import (
     compute_gain,
 )
 from vit.analysis.faithfulness.result import FaithfulnessResult, estimate, find_best
-from vit.explanation.checks.token_ablation import Fill, build_removal
+from vit.explanation.patch_removal import Fill, build_removal
 
 GRID = (4, 4)
 

@@ -9,7 +9,7 @@ import quantus
 import torch
 
 from vit.analysis.faithfulness.gains import build_probability, deletion_curve, find_order
-from vit.explanation.checks.token_ablation import build_removal
+from vit.explanation.patch_removal import build_removal
 
 GRID = (6, 6)
 PATCHES = GRID[0] * GRID[1]

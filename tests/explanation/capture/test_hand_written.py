@@ -17,9 +17,8 @@ from tests.explanation.capture.hand_written import (
     torch_attention,
 )
 from vit.explanation.capture.forward import capture_attention
-from vit.explanation.checks.token_ablation import build_removal
-from vit.explanation.methods.maps import compute_maps
-from vit.explanation.methods.registry import METHODS
+from vit.explanation.methods.maps import METHODS, compute_maps
+from vit.explanation.patch_removal import build_removal
 
 ALL = [name for name, method in METHODS.items() if "attention" in method.models]
 

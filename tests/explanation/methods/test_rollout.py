@@ -65,6 +65,8 @@ def test_discarding_spares_the_first_entry_alone() -> None:
 def test_options_outside_their_range_are_named(options: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         attention_rollout(random_attention(), **options)
+    with pytest.raises(ValueError, match="attentions is empty"):
+        attention_rollout([])
 
 
 def their_rollout(matrices: list[np.ndarray], *, discard_ratio: float) -> np.ndarray:

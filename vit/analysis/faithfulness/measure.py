@@ -23,9 +23,13 @@ from vit.bundle import Bundle, ModelLike, keeps_mode, open_model
 from vit.data.dataset import ImageDataset
 from vit.evaluation.images import check_data, find_labels, open_data
 from vit.explanation.capture.reader import ModelReader, read_model
-from vit.explanation.checks.token_ablation import build_removal
-from vit.explanation.methods.maps import choose_explain_batch_size, compute_maps
-from vit.explanation.methods.registry import find_methods, list_methods
+from vit.explanation.methods.maps import (
+    choose_explain_batch_size,
+    compute_maps,
+    find_methods,
+    list_methods,
+)
+from vit.explanation.patch_removal import build_removal
 from vit.explanation.targets import CLASS, LABEL, Target
 from vit.prediction.batch_predictor import BatchPredictor, read_dataset
 from vit.prediction.decision import compute_probabilities, decide_classes, decide_labels

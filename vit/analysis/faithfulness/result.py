@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from vit.analysis.faithfulness.gains import PerImage
-from vit.explanation.checks.token_ablation import Fill
+from vit.explanation.patch_removal import Fill
 from vit.runtime.files import FileContent, Result
 
 # Symmetric relevance gains, and how patches are removed: their tokens dropped, or filled with the

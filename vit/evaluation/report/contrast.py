@@ -12,8 +12,8 @@ from torch import Tensor
 from vit.bundle import Bundle
 from vit.evaluation.metrics import Scores
 from vit.explanation.capture.forward import Forward
-from vit.explanation.checks.token_ablation import build_removal
 from vit.explanation.methods.maps import compute_maps
+from vit.explanation.patch_removal import build_removal
 from vit.explanation.targets import LABEL, build_difference
 from vit.prediction.batch_predictor import Pixels
 from vit.prediction.decision import compute_probabilities, decide_classes, decide_labels

@@ -18,8 +18,8 @@ from vit.runtime.tensors import Images
 
 
 def order_channels(features: Tensor, images: Images) -> Float[Tensor, "B C rows columns"] | None:
-    """Return a feature map, whose channels may be last, with its channels first. Return None if no
-    two sides have the images' proportions."""
+    """Return a feature map with its channels, which may be last, first; None if no two sides have
+    the images' proportions."""
     height, width = images.shape[-2:]
     if features.ndim != 4 or len(features) != len(images):
         return None
@@ -88,8 +88,7 @@ def check_feature_map(model: nn.Module, image: Float[Tensor, "1 channels height 
 
 
 def _compare_halves(change: Float[Tensor, "rows columns"]) -> float:
-    """Return the mean of the upper half minus that of the lower one, without a row in the
-    middle."""
+    """Return the mean of the upper half minus that of the lower one."""
     half = len(change) // 2
     if half == 0:
         return 0.0

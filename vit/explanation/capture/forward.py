@@ -53,26 +53,27 @@ class AttentionRecord:
         self._verify = verify
         self._num_layers = 0
         self._found: dict[int, AttentionLayer] = {}
+        # with gradients, the tokens that enter each block, and those that leave the last
+        self.tokens: list[Tensor] = []
 
     def watch(self, reader: ModelReader) -> AbstractContextManager[LayerWatch]:
         """Record forward passes of a model."""
         self._num_layers = reader.attention.num_layers
-        inputs: dict[int, Tensor] = {}
 
         def keep_tokens(link: int, tokens: Tensor) -> Tensor | None:
             if link == 0:
                 # a layer that this pass bypasses must not keep the attention of the pass before
                 self._found.clear()
+                self.tokens.clear()
             if not self._gradients:
                 return None
-            inputs[link] = tokens
+            self.tokens.append(tokens)
             return tokens
 
         def keep_layer(number: int, layer: AttentionLayer) -> None:
             if self._verify and not reader.model.training:
                 layer.verify(f"attention layer {number + 1} of {type(reader.model).__name__}")
             self._found[number] = layer if self._gradients else layer.detach()
-            self._found[number].block_input = inputs.get(number)
 
         return reader.watch(keep_tokens, keep_layer)
 

@@ -109,12 +109,11 @@ class ModelReader:
         attention = self.attention
         _, height, width = self.image_shape
         num_tokens = attention.num_tokens[0]
-        grids = list(attention.patch_grids)
-        if not grids:
-            for count in range(num_tokens, 0, -1):
-                rows = max(round(math.sqrt(count * height / width)), 1)
-                if count % rows == 0 and rows * rows * width == count * height:
-                    grids.append((rows, count // rows))
+        grids = list(attention.patch_grids) or [
+            (rows, rows * width // height)
+            for rows in range(num_tokens, 0, -1)
+            if rows * width % height == 0
+        ]
         found = [grid for grid in grids if math.prod(grid) <= num_tokens]
         if not found or set(attention.num_tokens) != {num_tokens}:
             raise ValueError(

@@ -21,8 +21,7 @@ Attention = Float[Tensor, "B H Nq N"]
 Heads = Float[Tensor, "B H N K"]
 _ALL = slice(None)
 
-# number of attention weights in memory at once on a CPU: 8 MiB fit the cache and are enough work
-# for one call
+# number of attention weights in memory at once on a CPU: 8 MiB fit the cache
 CHUNK_ELEMENTS = 2**21
 # on a GPU, fraction of its memory for one such matrix, of which several exist at once: 0.6 GB of
 # 80 GB
@@ -52,10 +51,9 @@ class AttentionLayer:
         output: O as the model's code has it; with gradients, in the autograd graph.
         axes: Order of its axes that puts images and heads first, queries and channels last.
         value: V of each query head.
-        weights: A; None where it is computed from `query` and `key`.
+        weights: A; None if it is computed from `query` and `key`.
         query, key: Queries, multiplied by the scale, and keys.
         bias: Number that is added to each score.
-        block_input: Tokens [B, N, D] that enter its block; only with gradients.
     """
 
     output: Tensor
@@ -65,7 +63,6 @@ class AttentionLayer:
     query: Float[Tensor, "B H Nq Kq"] | None = None
     key: Float[Tensor, "B H N Kq"] | None = None
     bias: Tensor | None = None
-    block_input: Tensor | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -171,16 +168,16 @@ class AttentionLayer:
 
 
 def find_tolerance(tensor: Tensor) -> float:
-    """Return the largest relative error; half precision, also that of autocast, rounds queries and
-    keys before the product."""
+    """Return the largest relative error; half precision rounds queries and keys before the
+    product."""
     is_rounded = torch.is_autocast_enabled(tensor.device.type)
     is_exact = tensor.dtype in (torch.float32, torch.float64) and not is_rounded
     return 1e-3 if is_exact else 5e-2
 
 
 class ForwardWatch(TorchFunctionMode):
-    """Context that sees each attention of a forward pass, and each result with three axes. Both are
-    numbered: that is how layers, and tokens between them, are known again in another pass.
+    """Context that sees each attention of a forward pass, and each result with three axes. By their
+    numbers, layers and the tokens between them are known again in another pass.
 
     Attributes:
         batch: Number of images, which tells the heads of [B·H, N, N] apart.

@@ -76,7 +76,7 @@ def compute_fullgrad_plus(forward: Forward, classes: Classes) -> TokenWeights:
     """FullGrad+ without biases (Mehri et al. 2025, section 4): Σ_l Σ_d x ∂f/∂x for the tokens x
     before each block l. Signed. With `LibraGradients`, the sum over the tokens of each block is the
     logit without later biases."""
-    inputs = [layer.block_input for layer in forward.record.layers if layer.block_input is not None]
+    inputs = forward.record.tokens[:-1]
     # one backward pass differentiates by the inputs of all blocks
     gradients = torch.autograd.grad(forward.score(classes).sum(), inputs, retain_graph=True)
     products = [

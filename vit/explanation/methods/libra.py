@@ -145,7 +145,7 @@ def _normalise(call: Call, signal: Tensor, size: Any) -> Tensor:
     result, options = call(signal, size), call.keywords
     weight, bias = options["weight"], options.get("bias")
     if isinstance(size, int):
-        # the places and channels of a group; each channel's parameters go over its places
+        # the channels of a group at all positions; each channel has one weight and bias
         groups = torch.unflatten(signal, 1, (size, -1)).flatten(2)  # [B, G, n]
         shape = (-1, *[1] * (signal.ndim - 2))
         weight, bias = (None if one is None else one.reshape(shape) for one in (weight, bias))

@@ -26,6 +26,7 @@ _CHARACTERS = 47  # in a line of this width
 _TEXT_INCHES = 1.0  # height of the texts above and below it
 _MAX_TILES_ACROSS = 6
 _PICTURE_DPI = {"png": 100, "svg": 220, "pdf": 220}
+_METADATA: Any = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
 _SETTINGS: Any = {
     "font.size": _FONT_POINTS,
     "axes.titlesize": _FONT_POINTS,
@@ -86,9 +87,9 @@ def _save(rows: Sequence[Sequence[Tile]], file: Path | BinaryIO, *, kind: str) -
         for axes in grid.flat:
             axes.set_axis_off()
         for number, row in enumerate(rows):
-            for place, tile in enumerate(row, start=number % across * tiles):
-                picture, title, style, text = tile
-                axes = grid[number // across, place]
+            first = number % across * tiles
+            for column, (picture, title, style, text) in enumerate(row, start=first):
+                axes = grid[number // across, column]
                 axes.imshow(picture)
                 axes.set_title(fill(title, _CHARACTERS), **style)
                 axes.annotate(
@@ -99,9 +100,4 @@ def _save(rows: Sequence[Sequence[Tile]], file: Path | BinaryIO, *, kind: str) -
                     textcoords="offset points",
                     va="top",
                 )
-        figure.savefig(
-            file,
-            format=kind,
-            bbox_inches="tight",
-            metadata={"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind),
-        )
+        figure.savefig(file, format=kind, bbox_inches="tight", metadata=_METADATA.get(kind))

@@ -6,24 +6,32 @@ small grids, larger tiles where a single patch changes next to nothing. The copi
 the edges and mirrored, so they have the map's values and smoothness. Everything is compared once
 more after subtracting a quadratic in the position, so that a map of the middle isn't confirmed as
 one of the object.
+
+A patch is removed by dropping its token after the position embedding. Painted images would look
+unlike the training images (Jain et al. 2022, "Missingness bias in model debugging"): painting with
+the mean colour is for comparison and for models that need all of their tokens.
 """
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from vit.explanation.capture.discovery import Grid
 from vit.explanation.capture.forward import Forward
-from vit.explanation.checks.token_ablation import build_removal
-from vit.model.logits import at_least_float32
+from vit.explanation.capture.reader import ModelReader, read_model
+from vit.model.logits import at_least_float32, compute_logits
+from vit.model.vision_transformer import VisionTransformer
+from vit.runtime.device import Precision, autocast
+from vit.runtime.tensors import Images, Tokens
 
 # largest p-values
 MAX_P_CONFIRMED = 0.05
@@ -35,10 +43,13 @@ MAX_TILES = 49
 # Where one patch of n decides, 1 in n copies agrees as well as a perfect map: fewer than 20 can't
 # show 5 %.
 MIN_TILES = 20
+Fill = Literal["auto", "mean"]
+# from numbers of images, and the patches of each that are kept, to logits
+ComputeKept = Callable[[Int[Tensor, " R"], Int[Tensor, "R kept"]], Float[Tensor, "R C"]]
 
 
 @dataclass(frozen=True)
-class SanityCheck:
+class PatchRemovalTest:
     """The patch-removal test of one map.
 
     Attributes:
@@ -50,6 +61,9 @@ class SanityCheck:
     verdict: str
     reason: str
     p_value: float
+
+    def __str__(self) -> str:
+        return f"{self.verdict}: {self.reason}"
 
 
 def measure_drops(forward: Forward, targets: Int[Tensor, "B T"]) -> Float[Tensor, "B _ m"]:
@@ -80,13 +94,12 @@ def measure_drops(forward: Forward, targets: Int[Tensor, "B T"]) -> Float[Tensor
 
 def check_map(
     patches: Float[np.ndarray, "rows columns"], drops: Float[Tensor, " m"]
-) -> SanityCheck:
+) -> PatchRemovalTest:
     """Compare a map, and its copies, with the losses without each tile."""
     rows, columns = patches.shape
     # double precision, because p-values count ties
     drops = drops.double()
-    # Roots, because a few outliers would decide over the values themselves, and the mean of a
-    # tile's ranks hides a single patch.
+    # roots: a few outliers would decide over the values, and ranks hide a single patch of a tile
     values = torch.from_numpy(patches).flatten().double()
     values = values - values.median()
     values = values.sign() * values.abs().sqrt()
@@ -116,7 +129,7 @@ def check_map(
         verdict, reason = "not confirmed", "no better than shifted copies of the map"
     elif p_value > MAX_P_CONFIRMED:
         verdict = "partly confirmed"
-    return SanityCheck(verdict, reason, p_value)
+    return PatchRemovalTest(verdict, reason, p_value)
 
 
 def count_confirmed(images: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -191,7 +204,83 @@ def list_copies(grid: Grid) -> Int[Tensor, "K P"]:
         for across in range(grid[1])
         for turned in mirrored
     ]
-    # all of them would take gigabytes on large grids; an odd step takes each of the 4 or 8
-    # orientations equally often
+    # an odd step takes each of the 4 or 8 orientations equally often
     chosen = copies[:: math.ceil(len(copies) / MAX_COPIES) | 1]
     return torch.stack([turned.roll(shift, (0, 1)).flatten() for turned, shift in chosen])
+
+
+@torch.no_grad()
+def build_removal(
+    model: nn.Module | ModelReader,
+    images: Images,
+    *,
+    grid: Grid,
+    fill: Fill = "auto",
+    precision: Precision = "float32",
+    batch_size: int = 64,
+) -> ComputeKept:
+    """Build a function from numbers [R] of images, and the patches of each that are kept [R, kept],
+    to logits [R, C].
+
+    Args:
+        model: A classifier whose capture is verified.
+        images: Normalised images, on the model's device.
+        fill: "auto" drops the tokens of the other patches if the model allows it; otherwise, and
+            for "mean", their pixels get the image's mean colour.
+        batch_size: Whole images at a time; with fewer tokens, more images in proportion.
+    """
+    reader = read_model(model, images)
+    num_patches = grid[0] * grid[1]
+    drops_tokens = fill == "auto" and reader.can_drop_tokens
+    recorded: list[Tensor] = []
+
+    def record_tokens(tokens: Tensor) -> Tensor:
+        recorded.append(tokens)
+        return tokens
+
+    # the tokens before the first block
+    if drops_tokens:
+        with reader.change_tokens(record_tokens), autocast(images.device, precision):
+            for batch in torch.split(images, batch_size):
+                compute_logits(reader.model, batch)
+    image_tokens = torch.cat(recorded) if recorded else None
+    background = images.mean(dim=(-1, -2), keepdim=True)
+
+    def compute_rows(rows: Int[Tensor, " r"], kept: Int[Tensor, "r kept"]) -> Float[Tensor, "r C"]:
+        if image_tokens is not None:
+            num_prefix_tokens = image_tokens.shape[1] - num_patches
+            patches = image_tokens[rows[:, None], num_prefix_tokens + kept]
+            tokens = torch.cat([image_tokens[rows, :num_prefix_tokens], patches], dim=1)
+            return _classify_tokens(reader, tokens, images[rows])
+        # the others show the mean colour
+        mask = torch.zeros(len(rows), num_patches, device=images.device).scatter_(1, kept, 1.0)
+        mask = F.interpolate(mask.reshape(-1, 1, *grid), size=images.shape[-2:], mode="nearest")
+        return compute_logits(reader.model, images[rows] * mask + background[rows] * (1 - mask))
+
+    @torch.no_grad()
+    def compute_kept(
+        numbers: Int[Tensor, " R"], kept: Int[Tensor, "R kept"]
+    ) -> Float[Tensor, "R C"]:
+        rows_at_once = batch_size
+        if image_tokens is not None:
+            # as many tokens at a time as a batch of whole images has
+            num_tokens = image_tokens.shape[1] - num_patches + kept.shape[1]
+            rows_at_once = batch_size * image_tokens.shape[1] // num_tokens
+        parts = zip(*(torch.split(rows, rows_at_once) for rows in (numbers, kept)), strict=True)
+        with autocast(images.device, precision):
+            return torch.cat([compute_rows(*part) for part in parts])
+
+    return compute_kept
+
+
+def _classify_tokens(reader: ModelReader, tokens: Tokens, images: Images) -> Float[Tensor, "r C"]:
+    """Compute logits from the tokens before the first block."""
+    model = reader.model
+    if not isinstance(model, VisionTransformer):
+        with reader.change_tokens(lambda embedded_again: tokens):
+            return compute_logits(model, images)
+    # a convolutional stem, which may cost as much as the blocks, doesn't run again
+    for block in model.blocks:
+        tokens = block(tokens)
+    with torch.autocast(images.device.type, enabled=False):
+        return model.forward_head(model.norm(tokens).float())

@@ -1,23 +1,31 @@
-"""A map is supported where it should be, and hardly ever where it should not."""
+"""A map is supported where it should be, and hardly ever where it should not; and what is kept of the
+patches is exactly what the encoder sees."""
+
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 from scipy.ndimage import gaussian_filter
+from torch import Tensor, nn
 
+from tests.explanation.keep_tokens import keep_tokens
+from vit.analysis.faithfulness.gains import build_probability
 from vit.explanation.capture.forward import run_forward
-from vit.explanation.checks.sanity_checks import (
+from vit.explanation.methods.maps import compute_maps
+from vit.explanation.patch_removal import (
     MAX_COPIES,
-    SanityCheck,
+    PatchRemovalTest,
+    build_removal,
     check_map,
     choose_tiles,
     list_copies,
     list_kept,
     measure_drops,
 )
-from vit.explanation.checks.token_ablation import build_removal
-from vit.explanation.methods.maps import compute_maps
 from vit.explanation.targets import CLASS
+
+Build = Callable[..., tuple[nn.Module, Tensor]]
 
 
 def draw_smooth(count: int, *, seed: int, side: int = 8) -> torch.Tensor:
@@ -26,7 +34,7 @@ def draw_smooth(count: int, *, seed: int, side: int = 8) -> torch.Tensor:
     return torch.from_numpy(np.stack([gaussian_filter(each, side / 8) for each in noise])).float()
 
 
-def compare_all(maps: torch.Tensor, drops: torch.Tensor) -> list[SanityCheck]:
+def compare_all(maps: torch.Tensor, drops: torch.Tensor) -> list[PatchRemovalTest]:
     """Maps with what is lost without tiles, here the mean of `drops` over each."""
     tiles = choose_tiles((maps.shape[1], maps.shape[2]))
     shares = tiles / tiles.sum(dim=1, keepdim=True)
@@ -189,3 +197,52 @@ def test_maps_of_no_class_are_tested_by_the_predicted_one(build) -> None:
     drops = measure_drops(forward, others[:, None])
     assert torch.equal(drops[:, 1], measure_drops(forward, predicted[:, None])[:, 0])
     assert not torch.allclose(drops[:, 0], drops[:, 1])
+
+
+def test_images_of_rotary_models_are_painted_over_instead(build: Build) -> None:
+    model, images = build("timm-eva")
+    classes = torch.tensor([0, 1])
+    auto = build_probability(build_removal(model, images, grid=(4, 4)), classes)
+    mean = build_probability(build_removal(model, images, grid=(4, 4), fill="mean"), classes)
+    kept = torch.arange(8).expand(2, -1)
+    assert torch.equal(auto(kept), mean(kept))
+
+
+@pytest.mark.parametrize(
+    "family", ["ours", "ours-avg", "ours-registers-norms", "timm", "torchvision", "hugging-face"]
+)
+def test_images_embedded_once_give_the_answers_of_whole_forward_passes(
+    build: Build, family: str
+) -> None:
+    """Several removals of each image, more rows than a batch takes, beside one forward pass of each
+    with `keep_tokens`."""
+    model, images = build(family)
+    rows, columns = {"torchvision": (4, 4), "hugging-face": (4, 4)}.get(family, (4, 6))
+    compute_kept = build_removal(model, images, grid=(rows, columns), batch_size=1)
+    generator = torch.Generator().manual_seed(0)
+    kept = torch.stack([torch.randperm(rows * columns, generator=generator)[:7] for _ in range(6)])
+    classes = torch.tensor([0, 1] * 3)
+    found = compute_kept(classes, kept).softmax(dim=1)[torch.arange(6), classes]
+    for removal in range(3):
+        with torch.no_grad(), keep_tokens(model, kept[2 * removal : 2 * removal + 2], images):
+            output = model(images)
+        expected = getattr(output, "logits", output).softmax(dim=1).diagonal()
+        assert (found[2 * removal : 2 * removal + 2] - expected).abs().max() < 1e-5
+    assert (found[:2] - found[2:4]).abs().max() > 1e-3
+
+
+def test_painting_leaves_kept_patches_their_pixels(ours: Build) -> None:
+    model, images = ours()
+    seen: list[Tensor] = []
+    predict = build_probability(
+        build_removal(model, images, grid=(4, 6), fill="mean"), torch.tensor([0, 1])
+    )
+    handle = model.patch_embed.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    predict(torch.tensor([[7], [0]]))
+    handle.remove()
+    assert torch.equal(
+        seen[0][0, :, 8:16, 8:16], images[0, :, 8:16, 8:16]
+    )  # patch 7: row 1, column 1 of 8 px
+    assert (seen[0][0, :, :8, :8] - images[0, :, :8, :8]).abs().max() > 0.1
+    assert torch.equal(seen[0][1, :, :8, :8], images[1, :, :8, :8])
+    assert torch.isfinite(seen[0]).all()

@@ -1,1 +1,0 @@
-"""Tests of whether a map is faithful to the model."""

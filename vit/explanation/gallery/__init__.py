@@ -1,1 +1,0 @@
-"""The gallery page of explained images."""
