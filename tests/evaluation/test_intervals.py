@@ -9,6 +9,7 @@ from scipy.stats import binom, binomtest
 
 from tests.evaluation.conftest import MakePredictions
 from vit.evaluation.intervals import (
+    bound_rate,
     compute_clustered_interval,
     compute_design_effect,
     compute_proportion_interval,
@@ -127,6 +128,12 @@ def test_the_design_effect_by_hand() -> None:
     effect = compute_design_effect(correct, clusters)
     assert effect == pytest.approx((measured + 0.5 * 2) / 1.5 * student**2)
     assert compute_design_effect(correct, np.arange(6)) == 1
+
+
+def test_two_groups_tell_their_variance() -> None:
+    assert bound_rate([0.5, 0.49, 0.51], 0.01) == pytest.approx((0.354, 0.619), abs=1e-3)
+    # one alone doesn't
+    assert bound_rate([0.5, 0.49, float("nan")], 0.01) == (0, 1)
 
 
 def draw_groups(rng: np.random.Generator) -> tuple[Scores, list[str]]:
