@@ -132,8 +132,7 @@ class Augmentation:
         box_height = np.maximum(np.rint(np.minimum(box_height, highest)), 1)
         left = np.floor(x * (width - box_width + 1))
         top = np.floor(y * (height - box_height + 1))
-        boxes: np.ndarray = np.stack([left, top, left + box_width, top + box_height], axis=-1)
-        return boxes
+        return np.asarray(np.stack([left, top, left + box_width, top + box_height], axis=-1))
 
     def _sample_mix(
         self, rng: StatelessRandom, size: tuple[int, int]

@@ -11,12 +11,9 @@ from vit.runtime.arguments import check_choice
 def sort_class_names(class_names: Iterable[str]) -> tuple[str, ...]:
     """Sort class names: whole numbers as numbers, so that 9 comes before 10, then the others as
     text."""
-
-    def find_place(name: str) -> tuple[bool, int, str]:
-        is_number = re.fullmatch(r"-?[0-9]{1,18}", name) is not None
-        return not is_number, int(name) if is_number else 0, name
-
-    return tuple(sorted(set(class_names), key=find_place))
+    names = set(class_names)
+    numbers = {name for name in names if re.fullmatch(r"-?[0-9]{1,18}", name)}
+    return (*sorted(sorted(numbers), key=int), *sorted(names - numbers))
 
 
 def choose_classes(

@@ -43,10 +43,8 @@ def correct_labels(dataset: ImageDataset, corrections: Mapping[str, str]) -> Ima
             names = list(filter(None, names[0].split(SEPARATOR)))
         for name in names:
             check_choice(name, dataset.class_names, name=f"label of {image_id} in data.corrections")
-        if dataset.is_multilabel:
-            labels[index] = [name in names for name in dataset.class_names]
-        else:
-            labels[index] = dataset.class_names.index(names[0])
+        marks = [name in names for name in dataset.class_names]
+        labels[index] = marks if dataset.is_multilabel else marks.index(True)
     num_changed = int((labels != dataset.labels).sum())
     if num_changed == 0:
         return dataset

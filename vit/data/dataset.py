@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -33,8 +33,7 @@ class DecodedPixels:
         return len(self.rows)
 
     def __getitem__(self, index: int | slice) -> np.ndarray:
-        pixels: np.ndarray = self.stored[self.rows[index]]
-        return pixels
+        return np.asarray(self.stored[self.rows[index]])
 
     def subset(self, indices: np.ndarray) -> DecodedPixels:
         """The images at `indices`, in that order."""
@@ -102,24 +101,22 @@ class ImageDataset:
             raise ValueError(f"the table has no column {shorten(column)!r}; they are {text}")
         return {name: row[column] for name, row in rows.items() if row[column]}
 
-    def read_sample(self, indices: Iterable[int]) -> Iterator[Image.Image]:
+    def read_sample(self, indices: Sequence[int]) -> Iterator[Image.Image]:
         """Read the images at `indices` that can be read. Raises ValueError if none can."""
-        chosen = list(indices)
         num_read = 0
-        for index in chosen:
+        for index in indices:
             with suppress(ValueError, OSError):
                 yield self.image(index)
                 num_read += 1
         if not num_read:
-            text = f"none of {len(chosen)} images of {self.name} {self.split} can be read"
+            text = f"none of {len(indices)} images of {self.name} {self.split} can be read"
             raise ValueError(f"{text}; check the files, such as {self.ids[0]}")
 
     @property
     def digests(self) -> np.ndarray:
         """Hashes of size and pixels of decoded images, uint64 [n]."""
         assert self.hashes is not None
-        digests: np.ndarray = self.hashes[0]
-        return digests
+        return np.asarray(self.hashes[0])
 
     @cached_property
     def fingerprint(self) -> str:

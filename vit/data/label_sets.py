@@ -14,8 +14,7 @@ def count_labels(labels: np.ndarray, num_classes: int) -> np.ndarray:
     """Count the images of each class, int64 [C], from the class of each image, int64 [n], or from
     which labels it has, bool [n, C]."""
     if labels.ndim == 2:
-        counts: np.ndarray = labels.sum(axis=0)
-        return counts
+        return np.asarray(labels.sum(axis=0))
     return np.bincount(labels, minlength=num_classes)
 
 
@@ -45,5 +44,4 @@ def number_label_sets(labels: np.ndarray) -> np.ndarray:
     rarest = np.where(labels.any(axis=1), order[labels[:, order].argmax(axis=1)], labels.shape[1])
     is_rare = counts[numbers] < _FEW
     numbers[is_rare] = len(counts) + rarest[is_rare]
-    strata: np.ndarray = np.unique(numbers, return_inverse=True)[1].reshape(-1).astype(np.int64)
-    return strata
+    return np.unique(numbers, return_inverse=True)[1]

@@ -6,6 +6,7 @@ from contextlib import suppress
 from typing import Literal
 
 import numpy as np
+from PIL import Image
 
 from vit.data.dataset import ImageDataset, choose_evenly
 from vit.data.depth import DeepImage, find_extremes
@@ -53,11 +54,11 @@ def measure_sample(dataset: ImageDataset, *, count: int) -> tuple[float, bool]:
 def measure_value_range(dataset: ImageDataset) -> tuple[float, float] | None:
     """Measure the values that become black and white in images of more than 8 bits a channel: one
     range for all, see `choose_value_range`. None if a sample has no such image."""
-    names = [name.lower() for name in dataset.ids]
-    candidates = [index for index, name in enumerate(names) if not name.endswith(_SHALLOW_SUFFIXES)]
-    if dataset.pixels is not None or not candidates:
+    is_shallow = [name.lower().endswith(_SHALLOW_SUFFIXES) for name in dataset.ids]
+    candidates = np.flatnonzero(~np.array(is_shallow, dtype=bool))
+    if dataset.pixels is not None or not len(candidates):
         return None
-    places = np.array(candidates)[choose_evenly(len(candidates), _RANGE_SAMPLE)]
+    places = candidates[choose_evenly(len(candidates), _RANGE_SAMPLE)]
     # in an order that has all classes at its beginning
     order = np.random.default_rng(0).permutation(places).tolist()
     ranges: list[tuple[float, float]] = []
@@ -73,8 +74,8 @@ def measure_value_range(dataset: ImageDataset) -> tuple[float, float] | None:
                 elif bits is not None:
                     bits |= int(np.bitwise_or.reduce(image.values, axis=None))
             num_pixels += image.width * image.height
-            is_shallow = number >= _FIRST_SAMPLE or num_pixels > _MAX_FIRST_PIXELS
-            if num_pixels > _MAX_DEEP_PIXELS or (is_shallow and not ranges):
+            is_enough = number >= _FIRST_SAMPLE or num_pixels > _MAX_FIRST_PIXELS
+            if num_pixels > _MAX_DEEP_PIXELS or (is_enough and not ranges):
                 break
     if not ranges:
         return None
@@ -100,13 +101,12 @@ def choose_value_range(low: float, high: float, *, bits: int | None) -> tuple[fl
 def measure_mean_and_std(images: Iterable[np.ndarray]) -> tuple[Triple, Triple]:
     """Measure mean and standard deviation of each channel, of pixels in [0, 1], with 4 digits, of
     images uint8 [H, W, 3]."""
-    # sums of integers are exact and don't depend on how numpy adds; image by image, because numpy
-    # takes 8 bytes a pixel for bincount
-    histogram = np.zeros((3, 256), dtype=np.int64)
+    # sums of integers are exact and don't depend on how numpy adds
+    histogram = np.zeros(3 * 256, dtype=np.int64)
     for image in images:
-        for channel in range(3):
-            histogram[channel] += np.bincount(image[..., channel].ravel(), minlength=256)
+        histogram += Image.fromarray(image).histogram()
 
+    histogram = histogram.reshape(3, 256)
     values = np.arange(256)
     num_pixels = histogram[0].sum()
     means = histogram @ values / num_pixels / 255

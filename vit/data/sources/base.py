@@ -19,7 +19,14 @@ from PIL import Image
 
 from vit.data.depth import DICOM_HINT, DICOM_SUFFIX
 from vit.data.duplicates import hash_pixels
-from vit.data.images import HEIF_HINT, HEIF_SUFFIXES, list_files, read_image, to_rgb
+from vit.data.images import (
+    HEIF_HINT,
+    HEIF_SUFFIXES,
+    is_system_folder,
+    list_files,
+    read_image,
+    to_rgb,
+)
 from vit.runtime.arguments import shorten
 from vit.runtime.files import open_cached, read_arrays, write_arrays
 
@@ -88,8 +95,8 @@ class ImageReader:
             return hash_bytes(os.fsencode(self.names[index]))
 
     def digests(self) -> np.ndarray:
-        """Hash of the bytes of each image's file, or of its pixels, uint64 [n]."""
-        return np.array([self.digest(index) for index in range(len(self))], np.uint64)
+        """The `digest` of each image, uint64 [n]."""
+        return np.array(list(map(self.digest, range(len(self)))), np.uint64)
 
 
 class ArrayReader(ImageReader):
@@ -178,17 +185,18 @@ def compute_once(
     stored = open_cached(path, partial(read_arrays, path)) or {"keys": keys[:0], "values": keys[:0]}
     known = dict(zip(map(bytes, stored["keys"]), stored["values"].tolist(), strict=True))
     texts = list(map(bytes, keys))
-    missing = [index for index, text in enumerate(texts) if text not in known]
+    missing = {text: index for index, text in enumerate(texts) if text not in known}
     with ThreadPoolExecutor() as pool:
-        found = pool.map(compute, missing)
-        known |= {texts[index]: each for index, each in zip(missing, found, strict=True)}
+        known |= zip(missing, pool.map(compute, missing.values()), strict=True)
     if missing:
         # a cache that can't be written costs time alone
         with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
-            own = np.frombuffer(b"".join(known), keys.dtype).reshape(len(known), -1)
-            values = np.array(list(known.values()), np.uint64)
-            write_arrays(path, {"keys": own, "values": values})
+            stored = {
+                "keys": np.frombuffer(b"".join(known), keys.dtype).reshape(len(known), -1),
+                "values": np.array(list(known.values()), np.uint64),
+            }
+            write_arrays(path, stored)
     return np.array([known[text] for text in texts], np.uint64)
 
 
@@ -211,9 +219,15 @@ def list_below(root: Path) -> list[str]:
     return [file[start:].replace(os.sep, "/") for file in list_files(root)]
 
 
+def list_folders(folder: Path) -> list[str]:
+    """List the folders in a folder that may be splits or classes, sorted by name."""
+    names = [entry.name for entry in sorted(folder.iterdir()) if entry.is_dir()]
+    return [name for name in names if not is_system_folder(name) and not name.startswith("__")]
+
+
 def find_split_folders(root: Path) -> dict[str, str]:
-    """Find the folders below `root` that are named like splits, in sorted order: name → split."""
-    names = [entry.name for entry in sorted(root.iterdir()) if entry.is_dir()]
+    """Find the folders in `root` that are named like splits, in sorted order: name → split."""
+    names = list_folders(root)
     return {name: SPLIT_OF[name.lower()] for name in names if name.lower() in SPLIT_OF}
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from vit.data.dataset import ImageRule
-from vit.data.images import is_image_name, is_system_folder
+from vit.data.images import is_image_name
 from vit.data.patterns import search_group
 from vit.data.sources.base import (
     SPLIT_OF,
@@ -15,6 +15,7 @@ from vit.data.sources.base import (
     describe_unused,
     find_split_folders,
     list_below,
+    list_folders,
 )
 from vit.data.sources.tables import find_table, is_table, list_table
 from vit.runtime.arguments import shorten
@@ -26,8 +27,7 @@ def find_folder(root: Path | str, rule: ImageRule) -> Listing:
     """List a folder of the user's own images, or a table of them."""
     if rule.label_by is not None:
         return _list_by_name(check_root(root), rule.label_by)
-    table = find_table(expand_home(root))
-    if table is not None:
+    if table := find_table(expand_home(root)):
         return list_table(table, rule)
     folder = check_root(root)
     if rule.finds_labels:
@@ -57,7 +57,7 @@ def list_folder(root: Path, classes: Sequence[str] | None) -> Listing:
     which is all "train". Classes that aren't kept may be empty. Raises ValueError if there are no
     images, or a folder may be a split or a class."""
     split_of = find_split_folders(root)
-    beside = [each for each in _list_folders(root) if split_of and each not in split_of]
+    beside = [each for each in list_folders(root) if split_of and each not in split_of]
     if others := [each for each in beside if any(map(is_image_name, list_below(root / each)))]:
         raise ValueError(
             f"{root} holds {' and '.join(split_of)}, which are names of splits, beside"
@@ -71,7 +71,7 @@ def list_folder(root: Path, classes: Sequence[str] | None) -> Listing:
         folder = root / split_name
         if split_of:
             unused += _list_files(folder)
-        class_names = _list_folders(folder)
+        class_names = list_folders(folder)
         if not class_names and split_of:
             text = f"{folder} holds images in no folder of a class"
             if split != "test":
@@ -103,22 +103,19 @@ def _list_by_name(root: Path, label_by: str) -> Listing:
     files = list_below(root)
     paths = sorted(filter(is_image_name, files))
     labels = search_group(label_by, paths, name="data.label_by")
-    found = {
-        path: (label, SPLIT_OF.get(path.partition("/")[0].lower(), ""))
-        for path, label in zip(paths, labels, strict=True)
-        if label
-    }
-    if not found:
+    class_of = {path: label for path, label in zip(paths, labels, strict=True) if label}
+    if not class_of:
         text = f"data.label_by {label_by!r} finds no class in the paths below {root}"
         raise ValueError(f"{text}, {shorten(str(paths[:1]))}")
     notes = []
-    if others := [path for path in paths if path not in found]:
+    if others := [path for path in paths if path not in class_of]:
         text = f"{len(others):,} images have no class by data.label_by and are not used"
         notes.append(f"{text}, such as {others[0]}")
-    splits = {split for _, split in found.values()}
+    splits = [SPLIT_OF.get(path.partition("/")[0].lower(), "") for path in class_of]
     # folders of other names would have no split
     if "" in splits or "train" not in splits:
-        found = {path: (label, "train") for path, (label, _) in found.items()}
+        splits = ["train"] * len(splits)
+    found = dict(zip(class_of, zip(class_of.values(), splits, strict=True), strict=True))
     return _make_listing(root, found, set(files) - set(paths), notes)
 
 
@@ -146,12 +143,6 @@ def check_not_inside(output: Path, root: Path) -> None:
             f"--output {output} is inside the images, {root}, and would be taken for a class"
             "; choose another --output"
         )
-
-
-def _list_folders(folder: Path) -> list[str]:
-    """List the folders in a folder that may be classes, sorted by name."""
-    names = [entry.name for entry in sorted(folder.iterdir()) if entry.is_dir()]
-    return [name for name in names if not is_system_folder(name) and not name.startswith("__")]
 
 
 def _list_files(folder: Path) -> list[str]:

@@ -62,7 +62,7 @@ def _list_digits() -> Listing:
     from sklearn.datasets import load_digits
 
     digits = load_digits()
-    pixels = np.round(digits.images[..., None] * (255 / 16)).astype(np.uint8).repeat(3, axis=-1)
+    pixels = np.round(digits.images * (255 / 16)).astype(np.uint8)
     return Listing(
         labels=list(map(str, digits.target.tolist())),
         reader=ArrayReader(pixels, [f"digits/{number:05d}" for number in range(len(pixels))]),

@@ -68,6 +68,7 @@ def find_python_objects(
     labels: list[Any] = []
     places: list[tuple[int, int, int]] = []
     splits: list[str] = []
+    ids: list[str] = []
     for number, (name, items) in enumerate(zip(parts, sets, strict=True)):
         # every item is read now, for its label and for the hash by which the image is known
         for index in range(len(items)):
@@ -75,10 +76,10 @@ def find_python_objects(
             labels.append(_as_plain(label))
             places.append((number, index, hash_stored(image)))
             splits.append(SPLIT_OF[name])
+            ids.append(f"{SPLIT_OF[name]}/{index:06d}")
     if not labels:
         raise ValueError("dataset holds no images; pass at least one")
     named, known = _name_labels(labels, known, task=task)
-    ids = [f"{name}/{place[1]:06d}" for name, place in zip(splits, places, strict=True)]
     return Listing(
         labels=named,
         reader=ItemReader(sets, ids, np.array(places, dtype=np.uint64)),

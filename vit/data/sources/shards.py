@@ -55,18 +55,14 @@ def find_shards(place: Path | str, rule: ImageRule) -> Listing:
     one text have "|" between them. Raises ValueError for a damaged shard or a missing label, and
     OSError if there are no shards."""
     root = os.path.expanduser(str(place)).rstrip("/")
-    names_of_shards = list(braceexpand(root))
+    patterns = list(braceexpand(root))
     # split of each shard, its name, and its file
     if is_remote(root):
-        pairs = _fetch_files(names_of_shards, default_cache_dir() / "remote")
-        shards = [("train", *pair) for pair in pairs]
+        shards = [("train", *pair) for pair in _fetch_files(patterns)]
     else:
-        by_split = list_by_split(root, ".tar") or {
-            # opening a file that is missing names it
-            "train": [
-                file for name in names_of_shards for file in sorted(glob.glob(name)) or [name]
-            ]
-        }
+        # opening a file that is missing names it
+        files = [file for name in patterns for file in sorted(glob.glob(name)) or [name]]
+        by_split = list_by_split(root, ".tar") or {"train": files}
         shards = [
             (split, file.replace(os.sep, "/"), file)
             for split, files in by_split.items()
@@ -117,20 +113,21 @@ def list_by_split(folder: str, suffix: str) -> dict[str, list[str]]:
     splits: dict[str, list[str]] = {split: [] for split in SPLIT_OF.values()}
     for path in inner + top:
         # "valuable-0.tar" is not "val"
-        found = re.match(r"[A-Za-z]*", os.path.relpath(path, folder))
-        if found and found[0].lower() in SPLIT_OF:
-            splits[SPLIT_OF[found[0].lower()]].append(path)
+        name = re.split("[^A-Za-z]", os.path.relpath(path, folder))[0].lower()
+        if name in SPLIT_OF:
+            splits[SPLIT_OF[name]].append(path)
     named = {split: paths for split, paths in splits.items() if paths}
     if top and not named:
         return {"train": top}
     return named
 
 
-def _fetch_files(addresses: Sequence[str], cache_dir: Path) -> list[tuple[str, str]]:
+def _fetch_files(addresses: Sequence[str]) -> list[tuple[str, str]]:
     """Copy files into the cache, and return the address and the path of each. An address may be a
     pattern with an asterisk. Raises OSError if one can't be read."""
     import fsspec
 
+    cache_dir = default_cache_dir() / "remote"
     cache_dir.mkdir(parents=True, exist_ok=True)
     try:
         # two processes would write the same file
