@@ -102,11 +102,11 @@ def measure_mean_and_std(images: Iterable[np.ndarray]) -> tuple[Triple, Triple]:
     """Measure mean and standard deviation of each channel, of pixels in [0, 1], with 4 digits, of
     images uint8 [H, W, 3]."""
     # sums of integers are exact and don't depend on how numpy adds
-    histogram = np.zeros(3 * 256, dtype=np.int64)
+    counts = np.zeros(3 * 256, dtype=np.int64)
     for image in images:
-        histogram += Image.fromarray(image).histogram()
+        counts += Image.fromarray(image).histogram()
 
-    histogram = histogram.reshape(3, 256)
+    histogram = counts.reshape(3, 256)
     values = np.arange(256)
     num_pixels = histogram[0].sum()
     means = histogram @ values / num_pixels / 255

@@ -299,7 +299,9 @@ def _read_product(
     batch: int, output: Tensor, axes: Sequence[int], weights: Tensor, values: Tensor
 ) -> AttentionLayer:
     """Read A @ V, see `AttentionLayer` for the axes. Heads may share their values."""
-    leading = torch.broadcast_shapes(weights.shape[:-2], values.shape[:-2])
+    leading = torch.broadcast_shapes(  # type: ignore[no-untyped-call]
+        weights.shape[:-2], values.shape[:-2]
+    )
     weights = _split_heads(weights, batch)
     values = _split_heads(values.expand(*leading, -1, -1), batch)
     return AttentionLayer(output, axes, values, weights=weights)
