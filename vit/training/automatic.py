@@ -17,6 +17,8 @@ from vit.data.statistics import measure_sample
 from vit.runtime.arguments import as_pair
 from vit.runtime.device import choose_device
 from vit.training.data import build_dataset
+from vit.training.default_weights import choose_weights
+from vit.training.image_size import choose_image_size, describe_loss
 from vit.training.recipe import find_recipe
 
 # key.path → value
@@ -41,6 +43,12 @@ _PROBED_IMAGES_A_MINUTE = 600
 # With fewer validation images nothing follows the probe: with ten, fine-tuning was right on one
 # more of these, and on 2 in 100 fewer of 240 unseen ones.
 _MIN_VALIDATION_IMAGES = 20
+# Photos up to which pretrained weights are taken where the user names none.
+_MAX_PHOTOS = 30_000
+# Keys with which a user asks for no model of another kind.
+_KEYS_OF_WEIGHTS = {"model.probe", "model.freeze", "model.drop_path_rate"}
+# Photos from which the size of the weights may be much smaller.
+_LARGE_SIDE = 256
 # One evaluation per this many validation images: with more, the best is best by chance.
 _IMAGES_AN_EVALUATION = 100
 
@@ -74,7 +82,12 @@ def choose_config(
     chosen["data.validation_fraction"] = first.data.validation_fraction
     chosen["train.class_balance"] = "auto"
     reasons = {}
-    has_weights = bool(given.get("model.init"))
+    # The user's own model or weights hold.
+    asks_for_model = any(key.startswith("model.") for key in given.keys() - _KEYS_OF_WEIGHTS)
+    if not asks_for_model and side > _MAX_SMALL_SIDE and num_images <= _MAX_PHOTOS:
+        weights, reasons["weights"] = choose_weights(given.get("data.image_size"))
+        chosen |= weights
+    has_weights = bool((chosen | given).get("model.init"))
     name, largest, reason = _choose_recipe(
         has_weights=has_weights,
         num_images=num_images,
@@ -85,19 +98,26 @@ def choose_config(
     )
     recipe = load_config(find_recipe(name), training)
     if has_weights:
-        # Computing the features of many images would take all minutes of a CPU.
-        affordable = int(_PROBED_IMAGES_A_MINUTE * minutes)
-        if device == "cpu" and affordable < 0.75 * num_images:
-            chosen["model.probe"] = max(affordable, 200)
         num_validation = 0
         if first.data.validation_fraction > 0:
             num_validation = len(splits.split("validation"))
-        chosen |= _fit_weights(recipe, given, num_images, num_validation)
+        chosen = _fit_weights(recipe, given, num_images, num_validation) | chosen
         if "model.freeze" in chosen:
             reasons["length"] = (
                 f"linear probe only; {num_validation} validation images can't tell whether"
                 " fine-tuning it would help (--folds 5 fits it on all images)"
             )
+        affordable = int(_PROBED_IMAGES_A_MINUTE * minutes)
+        if "data.image_size" not in given and side >= _LARGE_SIDE:
+            base = load_config(find_recipe(name), chosen | given)
+            size, cost, reason = choose_image_size(
+                base, splits, side=side, minutes=minutes, num_affordable=affordable
+            )
+            chosen["data.image_size"] = size
+            affordable //= cost
+        # Computing the features of many images would take all minutes of a CPU.
+        if device == "cpu" and affordable < 0.75 * num_images:
+            chosen["model.probe"] = max(affordable, 200)
     else:
         chosen |= _fit_images(recipe, given, num_images, min(side, largest), device)
         if name == "imagenette/cpu" and num_images < 2 * _ENOUGH_PHOTOS:
@@ -106,11 +126,6 @@ def choose_config(
             # 84.7 and 82.4 % on unseen images of two sets of 4 × 200 photos, where the recipe alone
             # gave 82.4 and 81.1 %
             chosen |= {"augment.cutmix": 1.0, "optimizer.weight_decay": 0.1}
-            if num_images < _ENOUGH_PHOTOS:
-                reasons["weights"] = (
-                    "random; so few photos are mostly classified better from pretrained ones, such"
-                    " as --init timm:vit_small_patch16_224"
-                )
     reasons["recipe"] = f"{name}; set augment.flip=none where left and right matter, as in letters"
     # The user's own length holds.
     if not given.keys() & {"train.epochs", "train.max_steps"}:
@@ -120,6 +135,8 @@ def choose_config(
         reasons["time"] = f"at most {minutes:g} minutes (--minutes) on this {device.upper()}"
     if "data.image_size" not in given:
         reasons["image size"] = f"{config.data.image_size or 'auto'} ({reason})"
+        if config.data.image_size is not None:
+            reasons["image size"] += describe_loss(side, min(config.data.size))
     return config, reasons, splits
 
 

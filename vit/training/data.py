@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from vit.config import Config
+from vit.config import Config, DataConfig
 from vit.data.augment import Augmentation
 from vit.data.cache import decode_dataset
 from vit.data.corrections import check_corrections, read_corrections
@@ -79,9 +79,7 @@ def build_data(
     has_transform: bool = False,
 ) -> TrainingData:
     """List the training and validation images, and decode them where they fit into the memory of
-    the host or of a device, together with the images of a test split that is drawn among them.
-    The configuration's values come before those of `pretrained`, the preprocessing of weights, and
-    these before measured ones."""
+    the host or of a device, together with the images of a test split that is drawn among them."""
     data = config.data
     train = splits.split("train")
     if data.task == "multilabel" and not train.is_multilabel:
@@ -89,17 +87,7 @@ def build_data(
             f"data.task=multilabel, and the images of {splits.title} have one class each; list"
             " their labels in a table (docs/guides/data.md), or leave it out"
         )
-    preprocess = pretrained or Preprocess(data.size)
-    preprocess = replace(
-        preprocess,
-        image_size=data.size,
-        crop_pct=data.crop_pct or preprocess.crop_pct,
-        resize_mode=data.resize_mode or preprocess.resize_mode,
-        value_range=data.value_range or measure_value_range(train),
-        mean=data.mean or preprocess.mean,
-        std=data.std or preprocess.std,
-    )
-
+    preprocess = choose_preprocess(data, train, pretrained)
     validation = splits.split("validation") if data.validation_fraction > 0 else None
     num_images = len(train) + len(validation or ())
     num_bytes = num_images * math.prod(preprocess.resize_size) * 3
@@ -143,6 +131,23 @@ def build_data(
         preprocess=preprocess,
         decode=decode,
         class_balance=choose_class_balance(train.labels, wanted=config.train.class_balance),
+    )
+
+
+def choose_preprocess(
+    data: DataConfig, train: ImageDataset, pretrained: Preprocess | None
+) -> Preprocess:
+    """Choose the preprocessing of a run. The configuration's values come before those of
+    `pretrained`, the preprocessing of weights, and these before measured ones."""
+    preprocess = pretrained or Preprocess(data.size)
+    return replace(
+        preprocess,
+        image_size=data.size,
+        crop_pct=data.crop_pct or preprocess.crop_pct,
+        resize_mode=data.resize_mode or preprocess.resize_mode,
+        value_range=data.value_range or measure_value_range(train),
+        mean=data.mean or preprocess.mean,
+        std=data.std or preprocess.std,
     )
 
 

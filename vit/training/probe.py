@@ -69,7 +69,7 @@ def fit_to_data(
     """Fit a probe of a model on a device on the training images, or on as many as `model.probe`
     says."""
     # Images that are decoded while training are decoded here, and unreadable ones are left out.
-    images = data.decode(_choose_images(data.train, config.model.probe))
+    images = data.decode(choose_images(data.train, config.model.probe))
     features = compute_features(build_predictor(data, model, device=device), images)
     balanced = data.class_balance == "weights"
     labels, names = images.labels, images.class_names
@@ -137,7 +137,7 @@ def cross_validate(fitted: FittedProbe, *, num_folds: int, balanced: bool, direc
     )
 
 
-def _choose_images(dataset: ImageDataset, max_images: int | bool) -> ImageDataset:
+def choose_images(dataset: ImageDataset, max_images: int | bool) -> ImageDataset:
     """Choose up to a number of images, which are spread over the classes; all for true."""
     # True is also the number 1 in Python.
     if max_images is True or max_images >= len(dataset):

@@ -86,13 +86,14 @@ def build_run(
     keep_freed_memory()
 
     splits = splits or build_dataset(config)
-    num_classes = len(splits.split("train").class_names)
+    class_names = splits.split("train").class_names
+    num_classes = len(class_names)
     pretrained = None
     if user_model is not None:
         model = user_model
         check_user_model(config, model, num_classes=num_classes)
     else:
-        model, pretrained = build_model(config, num_classes=num_classes)
+        model, pretrained = build_model(config, class_names=class_names)
         if config.data.image_size is None:
             height, width = model.patch_embed.img_size
             size = height if height == width else (height, width)
