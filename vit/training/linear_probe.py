@@ -74,7 +74,9 @@ def fit_probe(
             count = labels.shape[1] if several else len(np.unique(labels))
             order = np.random.default_rng(0).permutation(len(labels))
             sample = np.sort(order[: max(_MAX_IMAGES, _MIN_IMAGES_A_CLASS * count)])
-            readout = min(_list_last(features), key=lambda each: measure(each, sample, strength)[0])
+            depths = sorted({depth for depth, _ in features})[-_NUM_BLOCKS:]
+            last = [each for each in features if each[0] in depths]
+            readout = min(last, key=lambda each: measure(each, sample, strength)[0])
             tried = {c: measure(readout, slice(None), c) for c in _STRENGTHS}
             strength = min(tried, key=lambda c: tried[c][0])
             accuracy = tried[strength][1]
@@ -128,57 +130,9 @@ def _measure(
     """Predict the images of each fold by the regression of the others. Returns their mean log loss
     and accuracy; of labels the mean binary cross-entropy, weighted as in the fit, and the mean
     average precision."""
-    logits = _predict_left_out(values, labels, folds, strength, balanced)
-    answers = labels[folds >= 0]
-    if labels.ndim == 1:
-        log_probabilities = logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)
-        losses = -log_probabilities[np.arange(len(answers)), answers]
-        return float(losses.mean()), float((logits.argmax(axis=1) == answers).mean())
-    losses = np.logaddexp(0, np.where(answers, -logits, logits))
-    if balanced:
-        weights = compute_class_weights(labels, labels.shape[1])
-        losses = np.where(answers, weights, 1.0) * losses
-    return float(losses[:, _vary(labels)].mean()), _average_precision(answers, logits)
-
-
-def measure_precision(features: Features, labels: Labels, groups: Sequence[str] | None) -> float:
-    """Measure the mean average precision of a probe of each of the last blocks in cross-validation,
-    and return the best. A rare class counts as much as a common one. Raises ValueError if no class
-    can be left out in parts."""
-    folds = assign_folds(labels, groups)
-    precisions = []
-    with threadpool_limits(1):
-        for readout in _list_last(features):
-            values = features[readout].double().numpy()
-            logits = _predict_left_out(values, labels, folds, _STRENGTHS[1], balanced=True)
-            marks = labels
-            if labels.ndim == 1:
-                marks = labels[:, None] == np.arange(logits.shape[1])
-                logits = logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)
-            precisions.append(_average_precision(marks[folds >= 0], logits))
-    return max(precisions)
-
-
-def _list_last(features: Features) -> list[Readout]:
-    depths = sorted({depth for depth, _ in features})[-_NUM_BLOCKS:]
-    return [each for each in features if each[0] in depths]
-
-
-def _average_precision(marks: NDArray[np.bool_], scores: FloatArray) -> float:
-    """Return the mean of the average precisions of the classes that some images have and others
-    lack."""
     # scikit-learn takes a second to import
     from sklearn.metrics import average_precision_score
 
-    varies = _vary(marks)
-    return float(average_precision_score(marks[:, varies], scores[:, varies]))
-
-
-def _predict_left_out(
-    values: FloatArray, labels: NDArray[Any], folds: Folds, strength: float, balanced: bool
-) -> FloatArray:
-    """Predict the images of each fold by the regression of the others. Returns the logits, without
-    images that are in no fold."""
     num_classes = labels.shape[1] if labels.ndim == 2 else int(labels.max()) + 1
     logits = np.zeros((len(labels), num_classes))
     for fold in np.unique(folds[folds >= 0]):
@@ -187,7 +141,17 @@ def _predict_left_out(
             values[~is_out], labels[~is_out], strength, num_classes, balanced
         )
         logits[is_out] = values[is_out] @ weight.T + bias
-    return logits[folds >= 0]
+    logits, answers = logits[folds >= 0], labels[folds >= 0]
+    if labels.ndim == 1:
+        log_probabilities = logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)
+        losses = -log_probabilities[np.arange(len(answers)), answers]
+        return float(losses.mean()), float((logits.argmax(axis=1) == answers).mean())
+    losses = np.logaddexp(0, np.where(answers, -logits, logits))
+    if balanced:
+        losses = np.where(answers, compute_class_weights(labels, num_classes), 1.0) * losses
+    varies = _vary(answers)
+    precision = average_precision_score(answers[:, varies], logits[:, varies])
+    return float(losses[:, _vary(labels)].mean()), float(precision)
 
 
 def _fit_regression(
