@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
 from vit.model.find_file import find_model
@@ -88,18 +87,17 @@ def load_pretrained(
         model.set_input_size(tuple(preprocess["image_size"]))
     known = opened.class_names or ()
     if not class_names or tuple(class_names) != known:
-        head = model.head
+        old = model.head.state_dict()
         model.reset_classifier(num_classes)
+        new = model.head.state_dict()
         kept = [name for name in class_names if name in known]
-        with torch.no_grad():
-            for name in kept:
-                row, place = class_names.index(name), known.index(name)
-                model.head.weight[row] = head.weight[place]
-                model.head.bias[row] = head.bias[place]
-        if class_names:
+        for name in kept:
+            for part, values in old.items():
+                new[part][class_names.index(name)] = values[known.index(name)]
+        if class_names and old:
             warnings.warn(
-                f"the head of {source} is kept for {len(kept)} of {num_classes} classes, which have"
-                " the same names there; the others start anew",
+                f"the head keeps {len(kept)} of {num_classes} classes, which {source} has by name;"
+                " the others start anew",
                 stacklevel=2,
             )
     return model.eval(), preprocess

@@ -80,7 +80,9 @@ def build_run(
         transform, user_model, loss: Objects from Python. See `vit.train`.
     """
     if loss is not None and is_probe_alone(config):
-        raise ValueError("loss is for training steps, and this run is a linear probe alone")
+        raise ValueError(
+            "loss is for training steps, and this run is a linear probe alone; set model.freeze=none"
+        )
     device = choose_device(device_name)
     use_deterministic_algorithms(config.train.deterministic and device.type == "cuda")
     keep_freed_memory()
