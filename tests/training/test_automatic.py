@@ -22,7 +22,6 @@ from vit.model.find_file import PACKAGED_FILE
 from vit.runtime import hub
 from vit.training import default_weights, image_size
 from vit.training.automatic import choose_config
-from vit.training.probe import FOLDS_KEYS
 from vit.training.recipe import find_recipe
 
 # photos start from pretrained weights otherwise
@@ -174,7 +173,7 @@ def test_photos_start_from_weights_that_were_downloaded(
     photos: Path, digits: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(default_weights, "has_weights", lambda repository: True)
-    config, choices, _ = choose_config(photos, FOLDS_KEYS)
+    config, choices, _ = choose_config(photos, ["model.freeze=6"])
     assert config.model.init == "timm:vit_small_patch14_dinov2.lvd142m"
     assert config.data.image_size == 224
     assert "Apache-2.0, 88 MB; --init none trains from scratch" in choices["weights"]
