@@ -211,14 +211,14 @@ def test_without_a_network_photos_start_from_what_is_there(
 def test_small_things_in_large_photos_are_seen_at_twice_the_size(
     save_model: SaveModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pixels = np.random.default_rng(0).integers(0, 256, (60, 320, 320, 3), dtype=np.uint8)
+    pixels = np.random.default_rng(0).integers(0, 256, (80, 320, 320, 3), dtype=np.uint8)
     for number, image in enumerate(pixels):
         path = tmp_path / "parts" / ("good", "bad")[number % 10 == 0] / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(image).save(path)
     model = save_model(tmp_path / "model.safetensors")  # of 16-pixel images
 
-    def choose(*precisions: float, minutes: int = 5) -> tuple[int, str]:
+    def choose(*precisions: float, minutes: float = 5) -> tuple[int, str]:
         found = iter(precisions)
         monkeypatch.setattr(
             image_size, "fit_probe", lambda *_, **__: SimpleNamespace(accuracy=next(found))
@@ -235,7 +235,7 @@ def test_small_things_in_large_photos_are_seen_at_twice_the_size(
     assert choose(0.8, 0.82)[0] == 16
     assert choose(0.98)[0] == 16
     # the minutes don't hold the measurement
-    size, text = choose(minutes=1)
+    size, text = choose(minutes=0.5)
     assert size == 16
     assert "32 shows more, in 5 times the time" in text
 

@@ -53,13 +53,9 @@ def remove_prefix(weights: StateDict, name: str = _PATCHES, *, origin: str) -> S
     weights outside the network, one of whose tensors has this name. Of a network that is there
     twice, the averaged weights are taken."""
     prefixes = [each.removesuffix(name) for each in weights if each.endswith(name)]
-    averages = [
-        prefix
-        for prefix in prefixes
-        if _AVERAGED.search(prefix) or f"{prefix.removesuffix('module.')}n_averaged" in weights
-    ]
+    averages = list(filter(_AVERAGED.search, prefixes))
     start = min(averages or prefixes, key=len, default="")
-    if averages and len(averages) < len(prefixes):
+    if averages and averages != prefixes:
         _say_averaged(origin, start)
     inside = [each for each in weights if each.startswith(start)]
     return {each.removeprefix(start): weights[each] for each in inside}

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from threading import Thread
 
 from vit.runtime.arguments import shorten
@@ -54,8 +54,7 @@ def download_weights(repository: str, *, seconds: float) -> None:
             f"the download took over {seconds:.0f} s; hf download {repository} finishes it"
         ) from None
     except subprocess.CalledProcessError as error:
-        lines = error.stderr.strip().splitlines() or ["no reason given"]
-        raise OSError(shorten(lines[-1])) from error
+        raise OSError(shorten(error.stderr.strip().rpartition("\n")[2])) from error
 
 
 def _is_reachable() -> bool:
@@ -65,11 +64,9 @@ def _is_reachable() -> bool:
     answers = []
 
     def ask() -> None:
-        try:
+        # The class of an error depends on the library that sends the requests.
+        with suppress(Exception):
             answers.append(get_session().head(constants.ENDPOINT, timeout=_WAIT))
-        except Exception:
-            # The class depends on the library that sends the requests.
-            return
 
     # The library's own limit doesn't count the look-up of the address.
     thread = Thread(target=ask, daemon=True)

@@ -34,7 +34,7 @@ def choose_weights(image_size: Any) -> tuple[dict[str, Any], str]:
         text = f"timm:{_NAME} can't be downloaded ({error}); instead "
         if image_size:
             return {}, f"{text}random ones"
-        keys = {"model.init": str(PACKAGED_FILE)}
-        return keys, f"{text}the small model of the package{_FROM_SCRATCH}"
-    keys = {"model.init": f"timm:{_NAME}", "data.image_size": _IMAGE_SIZE}
+        packaged = {"model.init": str(PACKAGED_FILE)}
+        return packaged, f"{text}the small model of the package{_FROM_SCRATCH}"
+    keys: dict[str, Any] = {"model.init": f"timm:{_NAME}", "data.image_size": _IMAGE_SIZE}
     return keys, f"timm:{_NAME}, {_FACTS}{_FROM_SCRATCH}"

@@ -26,7 +26,7 @@ _COST = 5
 _IMAGES_A_MINUTE = 40
 _MAX_SIDE = 256
 _MAX_IMAGES = 300
-_MIN_IMAGES = 60
+_MIN_IMAGES = 40
 _MIN_IMAGES_A_CLASS = 5
 # The mean average precision must gain so much, and a third of what it lacks.
 _MIN_GAIN = 0.03
