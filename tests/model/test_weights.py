@@ -126,12 +126,8 @@ class TestFiles:
                 "student": {},
             },
             lambda state: {"model": state, "args": argparse.Namespace(epochs=3), "epoch": 3},
-            lambda state: (
-                {f"module.{name}": value for name, value in state.items()}
-                | {"n_averaged": torch.tensor(7)}
-            ),
         ],
-        ids=["DataParallel", "torch.compile", "Lightning", "DINO", "script", "average alone"],
+        ids=["DataParallel", "torch.compile", "Lightning", "DINO", "script"],
     )
     def test_what_trainers_put_around_the_weights_goes(self, tmp_path, wrap):
         state = build().state_dict()
@@ -140,7 +136,7 @@ class TestFiles:
         assert weights.keys() == state.keys()
         assert all(torch.equal(weights[name], value) for name, value in state.items())
 
-    @pytest.mark.parametrize("kind", ["timm", "DeiT", "Lightning", "torchvision"])
+    @pytest.mark.parametrize("kind", ["timm", "Lightning", "torchvision"])
     def test_averaged_weights_are_preferred_to_the_raw_ones_and_it_is_said(self, tmp_path, kind):
         raw, average = build().state_dict(), build().state_dict()
         module = {f"module.{name}": value for name, value in average.items()}
@@ -148,7 +144,6 @@ class TestFiles:
         inside |= {f"net_average.{name}": value for name, value in module.items()}
         state = {
             "timm": {"state_dict": raw, "state_dict_ema": average},
-            "DeiT": {"model": raw, "model_ema": average},
             "Lightning": {"state_dict": inside | {"net_average.n_averaged": torch.tensor(7)}},
             "torchvision": {"model": raw, "model_ema": module | {"n_averaged": torch.tensor(7)}},
         }

@@ -197,9 +197,6 @@ def test_without_a_network_photos_start_from_what_is_there(
     monkeypatch.setattr(hub, "_DOWNLOAD", "import time; time.sleep(60)")
     with pytest.raises(OSError, match="took over 0 s; hf download timm/x finishes it"):
         hub.download_weights("timm/x", seconds=0.1)
-    monkeypatch.setattr(hub, "_DOWNLOAD", "raise SystemExit('the disk is full')")
-    with pytest.raises(OSError, match="the disk is full"):
-        hub.download_weights("timm/x", seconds=60)
     # what the run began with, it goes on with
     run = ["train", photos, "-o", tmp_path / "run", "train.device=cpu"]
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
