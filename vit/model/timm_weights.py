@@ -22,15 +22,14 @@ from vit.runtime.places import suggest
 def create_timm(name: str) -> nn.Module:
     """Create a pretrained module of timm in evaluation mode, of a name in timm or of a folder.
     Raises OSError if the weights can't be downloaded, and ValueError if timm can't load them."""
-    repository = None
-    if Path(name).is_dir():
+    is_folder = Path(name).is_dir()
+    if is_folder:
         name = f"local-dir:{name}"
-    elif timm.is_model(name):
-        repository = getattr(timm.get_pretrained_cfg(name), "hf_hub_id", None) or ""
-    else:
+    elif not timm.is_model(name):
         raise ValueError(f"timm has no model {name!r}{suggest(name, timm.list_models())}")
+    repository = getattr(timm.get_pretrained_cfg(name), "hf_hub_id", None)
     try:
-        with nullcontext() if repository is None else offline_if_unreachable(repository):
+        with nullcontext() if is_folder else offline_if_unreachable(repository):
             module: nn.Module = timm.create_model(name, pretrained=True)
     except OSError as error:
         raise OSError(

@@ -16,7 +16,7 @@ _DOWNLOAD = "import sys, huggingface_hub as hub; hub.hf_hub_download(*sys.argv[1
 
 
 @contextmanager
-def offline_if_unreachable(repository: str = "") -> Iterator[None]:
+def offline_if_unreachable(repository: str | None = None) -> Iterator[None]:
     """Use only earlier downloads if the hub can't be reached, or if they have the weights of a
     repository."""
     from huggingface_hub import constants  # takes a second to import

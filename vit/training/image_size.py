@@ -2,6 +2,7 @@
 it is for small things in large photos."""
 
 import copy
+from typing import Any
 
 import numpy as np
 
@@ -9,6 +10,7 @@ from vit.bundle import Bundle
 from vit.config import Config
 from vit.data.cache import decode_dataset
 from vit.data.splits import DatasetSplits
+from vit.model.model_info import find_image_size
 from vit.prediction.batch_predictor import BatchPredictor, compute_features
 from vit.runtime.arguments import Size, as_pair
 from vit.runtime.device import choose_device
@@ -48,13 +50,15 @@ def choose_image_size(
     train = splits.split("train")
     num_classes = len(train.class_names)
     model, pretrained = build_model(config, class_names=train.class_names)
-    own = as_pair(config.data.image_size or model.patch_embed.img_size, name="data.image_size")
+    size = config.data.image_size or find_image_size(model)
+    assert size is not None, "models of vit and timm have one"
+    own = as_pair(size, name="data.image_size")
     doubled = (2 * own[0], 2 * own[1])
     if side < min(doubled):
         return own, 1, _OWN
     device = choose_device(config.train.device)
     # Several processes would have to compute the features together.
-    is_measured = current_process().world_size == 1
+    is_measured = current_process().world_size == 1 and hasattr(model, "set_input_size")
     num_images = _MAX_IMAGES
     if device.type == "cpu":
         num_images = min(int(_IMAGES_A_MINUTE * minutes), num_images)
@@ -71,7 +75,7 @@ def choose_image_size(
     def measure(size: tuple[int, int]) -> float:
         """Return the mean average precision of a probe, for which a rare class counts as much as
         a common one."""
-        sized = copy.deepcopy(model).to(device)
+        sized: Any = copy.deepcopy(model).to(device)
         sized.set_input_size(size)
         preprocess = choose_preprocess(config.with_data(image_size=size).data, train, pretrained)
         bundle = Bundle.from_model(sized, class_names=train.class_names, preprocess=preprocess)
