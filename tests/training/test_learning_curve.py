@@ -9,6 +9,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
+from vit.training.folds import assign_folds
 from vit.training.learning_curve import measure_learning_curve
 
 STRENGTH = 0.01
@@ -17,7 +18,8 @@ STRENGTH = 0.01
 def measure(
     values: np.ndarray, labels: np.ndarray, groups: list[str] | None = None
 ) -> dict[str, Any] | None:
-    return measure_learning_curve(values, labels, strength=STRENGTH, balanced=False, groups=groups)
+    folds = assign_folds(labels, groups)
+    return measure_learning_curve(values, labels, folds, strength=STRENGTH, balanced=False)
 
 
 class GaussianClasses:

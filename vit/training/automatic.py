@@ -107,15 +107,15 @@ def choose_config(
                 f"linear probe only; {num_validation} validation images can't tell whether"
                 " fine-tuning it would help (--folds 5 fits it on all images)"
             )
-        affordable = int(_PROBED_IMAGES_A_MINUTE * minutes)
+        cost = 1
         if "data.image_size" not in given and side >= _LARGE_SIDE:
             base = load_config(find_recipe(name), chosen | given)
             size, cost, reason = choose_image_size(
-                base, splits, side=side, minutes=minutes, num_affordable=affordable
+                base, images, side=side, minutes=minutes, num_validation=num_validation
             )
             chosen["data.image_size"] = size
-            affordable //= cost
         # Computing the features of many images would take all minutes of a CPU.
+        affordable = int(_PROBED_IMAGES_A_MINUTE * minutes / cost)
         if device == "cpu" and affordable < 0.75 * num_images:
             chosen["model.probe"] = max(affordable, 200)
     else:

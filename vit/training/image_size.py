@@ -9,7 +9,7 @@ import numpy as np
 from vit.bundle import Bundle
 from vit.config import Config
 from vit.data.cache import decode_dataset
-from vit.data.splits import DatasetSplits
+from vit.data.dataset import ImageDataset
 from vit.model.model_info import find_image_size
 from vit.prediction.batch_predictor import BatchPredictor, compute_features
 from vit.runtime.arguments import Size, as_pair
@@ -26,6 +26,8 @@ from vit.training.probe import choose_images
 _COST = 5
 # In a fifth of the minutes a CPU of 2 cores computes the features of so many images at both sizes.
 _IMAGES_A_MINUTE = 40
+# Validation images that it evaluates at the larger size in a fifth of the minutes.
+_VALIDATED_A_MINUTE = 60
 _MAX_SIDE = 256
 _MAX_IMAGES = 300
 _MIN_IMAGES = 40
@@ -36,18 +38,18 @@ _OWN = "that of the weights"
 
 
 def choose_image_size(
-    config: Config, splits: DatasetSplits, *, side: int, minutes: float, num_affordable: int
+    config: Config, train: ImageDataset, *, side: int, minutes: float, num_validation: int
 ) -> tuple[Size, int, str]:
-    """Choose the size of images for a configuration with pretrained weights: their own or twice it.
+    """Choose the size of training images for a configuration with pretrained weights: their own or
+    twice it.
 
     Args:
         side: Median of the images' shorter sides, in pixels.
-        num_affordable: Images whose features the minutes of the run allow at the weights' own size.
+        num_validation: Number of validation images.
 
     Returns:
         The size, how many times as long it takes as the weights' own, and the reason for the user.
     """
-    train = splits.split("train")
     num_classes = len(train.class_names)
     model, pretrained = build_model(config, class_names=train.class_names)
     size = config.data.image_size or find_image_size(model)
@@ -62,10 +64,7 @@ def choose_image_size(
     num_images = _MAX_IMAGES
     if device.type == "cpu":
         num_images = min(int(_IMAGES_A_MINUTE * minutes), num_images)
-        num_validation = 0
-        if config.data.validation_fraction > 0:
-            num_validation = len(splits.split("validation"))
-        is_measured &= max(own) <= _MAX_SIDE and 2 * _COST * num_validation <= num_affordable
+        is_measured &= max(own) <= _MAX_SIDE and num_validation <= _VALIDATED_A_MINUTE * minutes
     images = choose_images(train, num_images)
     folds = assign_folds(images.labels, images.groups)
     is_measured &= len(images) >= max(_MIN_IMAGES, _MIN_IMAGES_A_CLASS * num_classes)

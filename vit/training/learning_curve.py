@@ -6,18 +6,16 @@ performance"). Its continuation is a forecast for twice as many images.
 """
 
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int
 from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
-from vit.evaluation.intervals import number_clusters
+from vit.training.folds import Folds
 
 # fractions of the images of the other folds
 _FRACTIONS = (0.1, 0.2, 0.4, 0.6, 0.8, 1.0)
-_NUM_FOLDS = 5
 # Features × classes × images of all regressions: about half a minute of one core.
 _MAX_VALUES = 500_000_000
 # With less the law is not determined.
@@ -29,10 +27,10 @@ _MIN_ERRORS = 5
 def measure_learning_curve(
     features: Float[np.ndarray, "n D"],
     labels: Int[np.ndarray, " n"],
+    folds: Folds,
     *,
     strength: float,
     balanced: bool,
-    groups: Sequence[str] | None,
 ) -> dict[str, Any] | None:
     """Fit a probe again on parts of its images, and measure it on images that were left out.
 
@@ -43,16 +41,13 @@ def measure_learning_curve(
     # These take a second to import.
     from scipy.optimize import curve_fit
     from sklearn.linear_model import LogisticRegression
-    from sklearn.model_selection import StratifiedGroupKFold, learning_curve
+    from sklearn.model_selection import PredefinedSplit, learning_curve
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
 
     count = len(labels)
     num_classes = len(np.unique(labels))
-    clusters = number_clusters(groups, count)
-    # the class that most groups have decides how many folds can have each class
-    pairs = np.unique(np.stack([labels, clusters]), axis=1)
-    num_folds = min(_NUM_FOLDS, int(np.bincount(pairs[0]).max()))
+    num_folds = int(folds.max()) + 1
     num_values = features.size * num_classes * sum(_FRACTIONS) * (num_folds - 1)
     if num_folds < 2 or num_values > _MAX_VALUES:
         return None
@@ -66,8 +61,7 @@ def measure_learning_curve(
             make_pipeline(StandardScaler(), probe),
             features,
             labels,
-            groups=clusters,
-            cv=StratifiedGroupKFold(num_folds),
+            cv=PredefinedSplit(folds),
             train_sizes=_FRACTIONS,
             shuffle=True,
             random_state=0,

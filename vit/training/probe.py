@@ -83,9 +83,9 @@ def fit_to_data(
                 curve = measure_learning_curve(
                     features[probe.readout].double().numpy(),
                     labels,
+                    folds,
                     strength=probe.strength,
                     balanced=balanced,
-                    groups=images.groups,
                 )
     # Other processes take the main process's probe, because their libraries may round differently.
     probe = process.broadcast(probe)
