@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# photos would start from weights that are downloaded
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 import jaxtyping
 import pytest

@@ -53,7 +53,7 @@ def build(config: Config, *, device: str | torch.device = "cpu") -> TrainStep:
     # the whole batch at once, and torch's operations as they are
     train = config.train.model_copy(update={"grad_accum_steps": 1, "compile": False})
     config = config.model_copy(update={"train": train})
-    model, _ = build_model(config, num_classes=count_classes(config))
+    model, _ = build_model(config, class_names=[""] * count_classes(config))
     model.to(device).train()
     options: dict[str, Any] = {
         "plan": build_run_plan(config, model),
@@ -65,7 +65,7 @@ def build(config: Config, *, device: str | torch.device = "cpu") -> TrainStep:
 
 def build_run_plan(config: Config, model: Any = None) -> TrainingPlan:
     """How long the recipe's run is, on the images that it is for."""
-    model = model or build_model(config, num_classes=count_classes(config))[0]
+    model = model or build_model(config, class_names=[""] * count_classes(config))[0]
     images = int(IMAGES[config.data.name] * (1 - config.data.validation_fraction))
     sizes = {
         "steps_per_epoch": max(images // config.train.batch_size, 1),
@@ -76,7 +76,7 @@ def build_run_plan(config: Config, model: Any = None) -> TrainingPlan:
 
 def list_sizes(config: Config) -> list[tuple[int, int]]:
     """The image sizes (height, width) of the recipe's run."""
-    model, _ = build_model(config, num_classes=count_classes(config))
+    model, _ = build_model(config, class_names=[""] * count_classes(config))
     sizes = build_run_plan(config, model).image_sizes
     return [size for _, size in sizes] if sizes else [model.patch_embed.img_size]
 

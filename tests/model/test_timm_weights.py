@@ -211,6 +211,7 @@ def test_weights_that_cannot_be_downloaded_are_refused_at_once(tmp_path, monkeyp
     """The hub alone would try again for half a minute, or for minutes where nothing answers."""
     monkeypatch.setattr(hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", False)
     before = time.monotonic()
     with pytest.raises(
         OSError, match=r"weights of 'vit_tiny_patch16_224' cannot be downloaded .*give its path"

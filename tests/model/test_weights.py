@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from functools import partial
 
 import pytest
 import torch
@@ -139,3 +140,43 @@ class TestFiles:
         weights = load_timm(tmp_path / "weights.pth").state_dict()
         assert weights.keys() == state.keys()
         assert all(torch.equal(weights[name], value) for name, value in state.items())
+
+    @pytest.mark.parametrize("kind", ["timm", "Lightning", "torchvision"])
+    def test_averaged_weights_are_preferred_to_the_raw_ones_and_it_is_said(self, tmp_path, kind):
+        raw, average = build().state_dict(), build().state_dict()
+        module = {f"module.{name}": value for name, value in average.items()}
+        inside = {f"net.{name}": value for name, value in raw.items()}
+        inside |= {f"net_average.{name}": value for name, value in module.items()}
+        state = {
+            "timm": {"state_dict": raw, "state_dict_ema": average},
+            "Lightning": {"state_dict": inside | {"net_average.n_averaged": torch.tensor(7)}},
+            "torchvision": {"model": raw, "model_ema": module | {"n_averaged": torch.tensor(7)}},
+        }
+        torch.save(state[kind], tmp_path / "weights.pth")
+        with pytest.warns(
+            UserWarning, match=r"averaged over training \(.*\) are taken, not the raw"
+        ):
+            weights = load_timm(tmp_path / "weights.pth").state_dict()
+        assert all(torch.equal(weights[name], value) for name, value in average.items())
+
+    def test_the_decoder_of_mae_is_left_out_and_it_is_said(self, tmp_path):
+        encoder = build(num_classes=0).state_dict()
+        decoder = dict.fromkeys(
+            ("mask_token", "decoder_pos_embed", "decoder_pred.bias"), torch.ones(3)
+        )
+        torch.save({"model": encoder | decoder}, tmp_path / "mae.pth")
+        with pytest.warns(UserWarning, match="3 tensors of its pretraining"):
+            weights = load_timm(tmp_path / "mae.pth").state_dict()
+        assert weights.keys() == encoder.keys()
+
+    def test_the_head_keeps_the_classes_of_the_same_names(self, tmp_path, save_model):
+        path = save_model(tmp_path / "model.safetensors", class_names=("apple", "banana", "fig"))
+        old = load_timm(path).head
+        load = partial(load_pretrained, path, num_classes=3)
+        same, _ = load(class_names=("apple", "banana", "fig"))
+        assert torch.equal(same.head.weight, old.weight)
+        with pytest.warns(UserWarning, match="keeps 2 of 3 classes"):
+            other, _ = load(class_names=("fig", "cherry", "apple"))
+        assert torch.equal(other.head.weight[[0, 2]], old.weight[[2, 0]])
+        assert torch.equal(other.head.bias[[0, 2]], old.bias[[2, 0]])
+        assert not (other.head.weight[1] == old.weight).all(dim=1).any()

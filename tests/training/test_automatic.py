@@ -4,6 +4,7 @@ written by hand."""
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import numpy as np
 import pytest
 import torch
@@ -16,8 +17,13 @@ from tests.conftest import Launcher, SaveModel
 from tests.recipe_step import RECIPE_NAMES
 from vit.bundle import load_bundle
 from vit.config import load_config
+from vit.runtime import hub
+from vit.training import default_weights
 from vit.training.automatic import choose_config
 from vit.training.recipe import find_recipe
+
+# photos start from pretrained weights otherwise
+RANDOM = ["model.init=null"]
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +69,7 @@ def test_one_word_trains_and_evaluates(cli: Launcher, digits: Path, tmp_path: Pa
 
 
 def test_few_photographs_get_a_small_model_and_many_epochs(photos: Path) -> None:
-    config, choices, _ = choose_config(photos)
+    config, choices, _ = choose_config(photos, RANDOM)
     assert (config.data.image_size, config.model.patch_size) == (64, 8)  # of 90 × 100 pixels
     assert config.augment.resized_crop_scale == (0.35, 1.0)
     assert (config.augment.cutmix, config.optimizer.weight_decay) == (1.0, 0.1)
@@ -74,23 +80,22 @@ def test_few_photographs_get_a_small_model_and_many_epochs(photos: Path) -> None
     assert config.train.epochs == 150
     assert config.train.max_minutes == 5
     assert "at most 5 minutes (--minutes) on this CPU" in choices["time"]
-    assert set(choices) == {"recipe", "image size", "time", "weights"}
+    assert set(choices) == {"recipe", "image size", "time"}
 
 
 def test_many_photographs_get_the_larger_model_where_the_minutes_hold_it(
     photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(automatic, "_ENOUGH_PHOTOS", 40)
-    config, choices, _ = choose_config(photos)
+    config, choices, _ = choose_config(photos, RANDOM)
     size = (config.model.embed_dim, config.data.image_size)
     assert (*size, config.model.drop_path_rate) == (256, 88, 0.1)
-    assert "weights" not in choices
-    config, choices, _ = choose_config(photos, ["train.max_minutes=0.02"])
+    config, choices, _ = choose_config(photos, [*RANDOM, "train.max_minutes=0.02"])
     assert (config.model.embed_dim, config.data.image_size) == (128, 64)
     assert "minutes too short" in choices["image size"]
     # a GPU's minutes hold it
     monkeypatch.setattr(automatic, "choose_device", lambda name: torch.device("cuda"))
-    config, _, _ = choose_config(photos, ["train.max_minutes=0.02"])
+    config, _, _ = choose_config(photos, [*RANDOM, "train.max_minutes=0.02"])
     assert (config.model.embed_dim, config.train.batch_size) == (256, 32)
 
 
@@ -131,7 +136,7 @@ def test_small_images_without_colours_get_the_recipe_of_such_images(
 def test_what_is_given_holds_and_what_depends_on_it_follows(
     photos: Path, overrides: list[str], expected: dict[str, Any]
 ) -> None:
-    config, choices, _ = choose_config(photos, overrides)
+    config, choices, _ = choose_config(photos, [*RANDOM, *overrides])
     found = {
         key: getattr(getattr(config, key.split(".")[0]), key.split(".")[1]) for key in expected
     }
@@ -160,6 +165,42 @@ def test_init_fine_tunes_at_the_models_own_size(
     assert (config.optimizer.layer_decay, config.optimizer.name) == (0.7, "adamw")
     assert "folder/finetune" in outcome.text
     assert load_bundle(tmp_path / "run").preprocess.std == load_bundle(path).preprocess.std
+
+
+def test_photos_start_from_weights_that_were_downloaded(
+    photos: Path, digits: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(default_weights, "has_weights", lambda repository: True)
+    config, choices, _ = choose_config(photos, ["model.freeze=6"])
+    assert config.model.init == "timm:vit_small_patch14_dinov2.lvd142m"
+    assert config.data.image_size == 224
+    assert "Apache-2.0, 88 MB; --init none trains from scratch" in choices["weights"]
+    # what the user asks for, or the images are, isn't changed
+    for overrides in (RANDOM, ["model.depth=3"], ["data.image_size=64"]):
+        assert choose_config(photos, overrides)[0].model.init is None
+    assert choose_config(digits)[0].model.init is None
+
+
+def test_without_a_network_photos_are_trained_from_scratch_and_it_is_said(
+    photos: Path, cli: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, choices, _ = choose_config(photos)
+    assert "can't be downloaded (HF_HUB_OFFLINE is set)" in choices["weights"]
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    config, choices, _ = choose_config(photos)
+    assert "http://127.0.0.1:9 does not answer" in choices["weights"]
+    assert config.model.init is None
+    monkeypatch.setattr(hub, "_is_reachable", lambda: True)
+    monkeypatch.setattr(hub, "_DOWNLOAD", "import time; time.sleep(60)")
+    with pytest.raises(OSError, match="took over 0 s; hf download timm/x finishes it"):
+        hub.download_weights("timm/x", seconds=0.1)
+    # what the run began with, it goes on with
+    run = ["train", photos, "-o", tmp_path / "run", "train.device=cpu"]
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert "can't be downloaded" in cli.succeed(*run, "train.max_steps=1").text
+    monkeypatch.setattr(default_weights, "has_weights", lambda repository: True)
+    assert "resuming" in cli.succeed(*run, "--resume").text
 
 
 def test_recipes_are_listed_with_what_they_are_for(cli: Launcher) -> None:

@@ -1,6 +1,7 @@
 """Modules and what they are built from: the description in a model file of this project, a file of
 weights, a name in timm, or a folder of timm or Hugging Face."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from vit.model.weights import (
     check_fit,
     infer_architecture,
     read_weights,
+    remove_decoder,
     remove_prefix,
 )
 
@@ -63,10 +65,15 @@ def load_pretrained(
     source: str | Path,
     *,
     num_classes: int,
+    class_names: Sequence[str] = (),
     drop_path_rate: float = 0.0,
 ) -> tuple[VisionTransformer, Mapping[str, Any] | None]:
-    """Load a pretrained model for training, from any source of `load_timm`. The head is new if the
-    source has another number of classes.
+    """Load a pretrained model for training, from any source of `load_timm`.
+
+    Args:
+        num_classes: Number of classes that the model is trained on.
+        class_names: Their names. The head keeps its rows of classes of these names; without names
+            it is new.
 
     Returns:
         The model, and the values of the `Preprocess` that its weights were trained with, or None
@@ -78,8 +85,21 @@ def load_pretrained(
     model.load_state_dict(loaded.state_dict())
     if preprocess is not None:
         model.set_input_size(tuple(preprocess["image_size"]))
-    if model.num_classes != num_classes:
+    known = opened.class_names or ()
+    if not class_names or tuple(class_names) != known:
+        old = model.head.state_dict()
         model.reset_classifier(num_classes)
+        new = model.head.state_dict()
+        kept = [name for name in class_names if name in known]
+        for name in kept:
+            for part, values in old.items():
+                new[part][class_names.index(name)] = values[known.index(name)]
+        if class_names and old:
+            warnings.warn(
+                f"the head keeps {len(kept)} of {num_classes} classes, which {source} has by name;"
+                " the others start anew",
+                stacklevel=2,
+            )
     return model.eval(), preprocess
 
 
@@ -102,7 +122,8 @@ def _open(source: str | Path) -> OpenedModel:
         return open_folder(path)
     content = read_weights(path)
     module = build(content, origin=str(path))
-    return OpenedModel(module, preprocess=content.metadata.get("preprocess"))
+    values = content.metadata
+    return OpenedModel(module, tuple(values.get("class_names", ())), values.get("preprocess"))
 
 
 def open_folder(source: str | Path) -> OpenedModel:
@@ -163,7 +184,7 @@ def build(content: ModelFile, *, origin: str) -> nn.Module:
         architecture = metadata["architecture"]
         check_class_names(metadata["class_names"], architecture["num_classes"])
     else:
-        weights = remove_prefix(weights)
+        weights = remove_decoder(remove_prefix(weights, origin=origin), origin=origin)
         architecture = infer_architecture(weights, origin=origin)
     return build_to_fit(architecture, weights, origin=origin)
 
@@ -171,7 +192,7 @@ def build(content: ModelFile, *, origin: str) -> nn.Module:
 def load_into(model: nn.Module, weights: StateDict, *, origin: str) -> None:
     """Load a file's weights into a module, without a trainer's prefix before their names. Raises
     ValueError for those of another model."""
-    weights = remove_prefix(weights, next(iter(model.state_dict())))
+    weights = remove_prefix(weights, next(iter(model.state_dict())), origin=origin)
     check_fit(model, weights, origin=origin)
     model.load_state_dict(weights)
 

@@ -27,8 +27,9 @@ def create_timm(name: str) -> nn.Module:
         name = f"local-dir:{name}"
     elif not timm.is_model(name):
         raise ValueError(f"timm has no model {name!r}{suggest(name, timm.list_models())}")
+    repository = getattr(timm.get_pretrained_cfg(name), "hf_hub_id", None)
     try:
-        with nullcontext() if is_folder else offline_if_unreachable():
+        with nullcontext() if is_folder else offline_if_unreachable(repository):
             module: nn.Module = timm.create_model(name, pretrained=True)
     except OSError as error:
         raise OSError(

@@ -1,6 +1,7 @@
 """Weights of any program, read without pickle, and the vision transformer that they belong to."""
 
 import math
+import re
 import warnings
 from pathlib import Path
 
@@ -19,6 +20,13 @@ _MAX_PATCHES = 2**16
 _PUBLISHED_HEADS = {192: 3, 384: 6, 512: 8, 768: 12, 1024: 16, 1280: 16}
 # A tensor that every plain ViT of timm has, by which prefixes of trainers are recognised.
 _PATCHES = "patch_embed.proj.weight"
+# Keys under which trainers store weights: those of timm and DeiT that are averaged over the steps,
+# then the raw ones, and the teacher of DINO, which is an average, too.
+_AVERAGES = ("state_dict_ema", "model_ema")
+_RAW = ("state_dict", "model")
+_KEYS = (*_AVERAGES, *_RAW, "teacher")
+# The part of a name by which a module of Lightning tells the average from the raw weights.
+_AVERAGED = re.compile(r"(^|[._])(ema|swa|average|averaged)[._]")
 
 
 def read_weights(path: Path) -> ModelFile:
@@ -27,9 +35,10 @@ def read_weights(path: Path) -> ModelFile:
     if path.suffix == ".safetensors":
         return read_model_file(path)
     state = read_tensors(path)
-    # Trainers store the weights under a key.
-    for key in ("state_dict", "model", "teacher"):
+    for key in _KEYS:
         if isinstance(state, dict) and isinstance(state.get(key), dict):
+            if key in _AVERAGES and not state.keys().isdisjoint(_RAW):
+                _say_averaged(str(path), key)
             state = state[key]
     values = state.items() if isinstance(state, dict) else ()
     weights = {str(name): value for name, value in values if isinstance(value, Tensor)}
@@ -39,13 +48,36 @@ def read_weights(path: Path) -> ModelFile:
     return ModelFile(weights)
 
 
-def remove_prefix(weights: StateDict, name: str = _PATCHES) -> StateDict:
+def remove_prefix(weights: StateDict, name: str = _PATCHES, *, origin: str) -> StateDict:
     """Remove the prefix of DataParallel ("module."), torch.compile, Lightning and others, and the
-    weights outside the network, one of whose tensors has this name."""
+    weights outside the network, one of whose tensors has this name. Of a network that is there
+    twice, the averaged weights are taken."""
     prefixes = [each.removesuffix(name) for each in weights if each.endswith(name)]
-    start = min(prefixes, key=len, default="")
+    averages = list(filter(_AVERAGED.search, prefixes))
+    start = min(averages or prefixes, key=len, default="")
+    if averages and averages != prefixes:
+        _say_averaged(origin, start)
     inside = [each for each in weights if each.startswith(start)]
     return {each.removeprefix(start): weights[each] for each in inside}
+
+
+def remove_decoder(weights: StateDict, *, origin: str) -> StateDict:
+    """Remove what a file of MAE (He et al. 2022, arXiv 2111.06377) holds for its pretraining alone:
+    the decoder and the mask token."""
+    removed = [name for name in weights if re.match(r"decoder_|mask_token$", name)]
+    if removed:
+        warnings.warn(
+            f"{origin}: {len(removed)} tensors of its pretraining (decoder, mask) are left out",
+            stacklevel=2,
+        )
+    return {name: tensor for name, tensor in weights.items() if name not in removed}
+
+
+def _say_averaged(origin: str, name: str) -> None:
+    warnings.warn(
+        f"{origin}: the weights averaged over training ({name}) are taken, not the raw ones",
+        stacklevel=3,
+    )
 
 
 def build_to_fit(

@@ -17,6 +17,7 @@ from vit.data.statistics import measure_sample
 from vit.runtime.arguments import as_pair
 from vit.runtime.device import choose_device
 from vit.training.data import build_dataset
+from vit.training.default_weights import choose_weights
 from vit.training.recipe import find_recipe
 
 # key.path → value
@@ -41,6 +42,10 @@ _PROBED_IMAGES_A_MINUTE = 600
 # With fewer validation images nothing follows the probe: with ten, fine-tuning was right on one
 # more of these, and on 2 in 100 fewer of 240 unseen ones.
 _MIN_VALIDATION_IMAGES = 20
+# Photos up to which pretrained weights are taken where the user names none.
+_MAX_PHOTOS = 30_000
+# Keys with which a user asks for no model of another kind.
+_KEYS_OF_WEIGHTS = {"model.probe", "model.freeze", "model.drop_path_rate"}
 # One evaluation per this many validation images: with more, the best is best by chance.
 _IMAGES_AN_EVALUATION = 100
 
@@ -74,7 +79,12 @@ def choose_config(
     chosen["data.validation_fraction"] = first.data.validation_fraction
     chosen["train.class_balance"] = "auto"
     reasons = {}
-    has_weights = bool(given.get("model.init"))
+    # The user's own model or weights hold.
+    asks_for_model = any(key.startswith("model.") for key in given.keys() - _KEYS_OF_WEIGHTS)
+    if not asks_for_model and side > _MAX_SMALL_SIDE and num_images <= _MAX_PHOTOS:
+        weights, reasons["weights"] = choose_weights(given.get("data.image_size"))
+        chosen |= weights
+    has_weights = bool((chosen | given).get("model.init"))
     name, largest, reason = _choose_recipe(
         has_weights=has_weights,
         num_images=num_images,
@@ -92,7 +102,7 @@ def choose_config(
         num_validation = 0
         if first.data.validation_fraction > 0:
             num_validation = len(splits.split("validation"))
-        chosen |= _fit_weights(recipe, given, num_images, num_validation)
+        chosen = _fit_weights(recipe, given, num_images, num_validation) | chosen
         if "model.freeze" in chosen:
             reasons["length"] = (
                 f"linear probe only; {num_validation} validation images can't tell whether"
@@ -106,11 +116,6 @@ def choose_config(
             # 84.7 and 82.4 % on unseen images of two sets of 4 × 200 photos, where the recipe alone
             # gave 82.4 and 81.1 %
             chosen |= {"augment.cutmix": 1.0, "optimizer.weight_decay": 0.1}
-            if num_images < _ENOUGH_PHOTOS:
-                reasons["weights"] = (
-                    "random; so few photos are mostly classified better from pretrained ones, such"
-                    " as --init timm:vit_small_patch16_224"
-                )
     reasons["recipe"] = f"{name}; set augment.flip=none where left and right matter, as in letters"
     # The user's own length holds.
     if not given.keys() & {"train.epochs", "train.max_steps"}:
@@ -119,7 +124,13 @@ def choose_config(
     if config.train.max_minutes is not None:
         reasons["time"] = f"at most {minutes:g} minutes (--minutes) on this {device.upper()}"
     if "data.image_size" not in given:
-        reasons["image size"] = f"{config.data.image_size or 'auto'} ({reason})"
+        size = config.data.image_size
+        reasons["image size"] = f"{size or 'auto'} ({reason})"
+        if isinstance(size, int) and side >= 2 * size:
+            reasons["image size"] += (
+                f"; photos of {side} px are reduced, and a detail of 8 px becomes"
+                f" {8 * size / side:.1f} px"
+            )
     return config, reasons, splits
 
 

@@ -1,5 +1,7 @@
 """Configuration → the model of a run: its weights random, loaded, or passed from Python."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
@@ -10,22 +12,24 @@ from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.arguments import as_pair, first_line
 
 
-def build_model(config: Config, *, num_classes: int) -> tuple[VisionTransformer, Preprocess | None]:
+def build_model(
+    config: Config, *, class_names: Sequence[str]
+) -> tuple[VisionTransformer, Preprocess | None]:
     """Build the model of a run on the CPU, with random weights by `train.seed` or those of
     `model.init`. Returns it and the preprocessing that loaded weights were trained with."""
     torch.manual_seed(config.train.seed)
     preprocess: Preprocess | None = None
     if config.model.init is not None:
-        model, preprocess = _load_model(config, config.model.init, num_classes)
+        model, preprocess = _load_model(config, config.model.init, class_names)
     else:
         arguments = config.model.model_dump(exclude={"init", "probe", "freeze"})
-        model = VisionTransformer(config.data.size, num_classes=num_classes, **arguments)
+        model = VisionTransformer(config.data.size, num_classes=len(class_names), **arguments)
     set_up_training(config, model)
     return model, preprocess
 
 
 def _load_model(
-    config: Config, init: str, num_classes: int
+    config: Config, init: str, class_names: Sequence[str]
 ) -> tuple[VisionTransformer, Preprocess | None]:
     """Load weights, and give the model the image size of the configuration."""
     # timm takes seconds to import
@@ -36,7 +40,11 @@ def _load_model(
             "the model of this run was passed from Python; pass it to vit.train(model=…) again"
         )
     model, values = load_pretrained(
-        init, num_classes=num_classes, drop_path_rate=config.model.drop_path_rate
+        init,
+        num_classes=len(class_names),
+        # a probe replaces the head
+        class_names=() if config.model.probe else class_names,
+        drop_path_rate=config.model.drop_path_rate,
     )
     # defaults aren't the user's choice
     given = config.model.model_dump(exclude_unset=True)

@@ -80,19 +80,22 @@ def build_run(
         transform, user_model, loss: Objects from Python. See `vit.train`.
     """
     if loss is not None and is_probe_alone(config):
-        raise ValueError("loss is for training steps, and this run is a linear probe alone")
+        raise ValueError(
+            "loss is for training steps, and this run is a linear probe alone; set model.freeze=none"
+        )
     device = choose_device(device_name)
     use_deterministic_algorithms(config.train.deterministic and device.type == "cuda")
     keep_freed_memory()
 
     splits = splits or build_dataset(config)
-    num_classes = len(splits.split("train").class_names)
+    class_names = splits.split("train").class_names
+    num_classes = len(class_names)
     pretrained = None
     if user_model is not None:
         model = user_model
         check_user_model(config, model, num_classes=num_classes)
     else:
-        model, pretrained = build_model(config, num_classes=num_classes)
+        model, pretrained = build_model(config, class_names=class_names)
         if config.data.image_size is None:
             height, width = model.patch_embed.img_size
             size = height if height == width else (height, width)

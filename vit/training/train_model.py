@@ -38,6 +38,8 @@ from vit.training.run_directory import (
     open_run_directory,
 )
 
+# value of `init` for random weights
+RANDOM = "none"
 # images of the first batch that --dry-run shows
 _BATCH_IMAGES = 64
 
@@ -78,8 +80,9 @@ def train(
         overrides: Changes of the configuration, such as ["train.epochs=20"] or
             {"train.epochs": 20}; vit/config.py lists the keys.
         init: Weights to start from: "timm:NAME", a folder of timm or Hugging
-            Face, a file of weights, a model file or a run. None: random
-            weights, or those of `model.init`.
+            Face, a file of weights, a model file or a run; "none" for random
+            weights. None: those of `model.init`, or for photos a ViT-S/14 of
+            DINOv2.
         minutes: Minutes of training. None: where `config` names images, 5 on a
             CPU and 20 on a GPU.
         group_by: Groups that stay in one split (an animal, a site): 1 for
@@ -165,13 +168,15 @@ def train(
         "data.group_column": group_column,
         "train.max_minutes": minutes,
     }
-    if init is not None:
+    if init is not None and init != RANDOM:
         keys["model.init"] = find_initial_weights(init, directory)
     if loss is not None:
         keys |= {"train.label_smoothing": 0, "train.class_balance": "none"}
     if folds is not None:
         keys |= FOLDS_KEYS
     all_overrides = {key: value for key, value in keys.items() if value is not None}
+    if init == RANDOM:
+        all_overrides["model.init"] = None
     all_overrides |= list_overrides(overrides)
     # The file of the configuration must not name images or weights that are not used.
     if dataset is not None:

@@ -1,0 +1,35 @@
+"""The weights that photos start from where the user names none."""
+
+from typing import Any
+
+from vit.runtime.arguments import as_pair
+from vit.runtime.hub import download_weights, has_weights
+from vit.runtime.progress import show_progress
+
+# The best small vision transformer with a permissive licence: ViT-S/14 of DINOv2 (Oquab et al.
+# 2023, arXiv 2304.07193).
+_NAME = "vit_small_patch14_dinov2.lvd142m"
+_FACTS = "Apache-2.0, 88 MB"
+_PATCH_SIZE = 14
+# At its own size, 518 px, an image takes eight times as long.
+_IMAGE_SIZE = 224
+_SECONDS = 60
+_FROM_SCRATCH = "; --init none trains from scratch"
+
+
+def choose_weights(image_size: Any) -> tuple[dict[str, Any], str]:
+    """Choose weights for photos: those of timm or, without a network, random ones. `image_size` is
+    the user's, or None. Returns the keys of the configuration for them, none for random weights,
+    and a description for the user."""
+    sides = as_pair(image_size or _IMAGE_SIZE, name="data.image_size")
+    if any(side % _PATCH_SIZE for side in sides):
+        return {}, f"random: timm:{_NAME} needs a data.image_size that {_PATCH_SIZE} divides"
+    repository = f"timm/{_NAME}"
+    try:
+        if not has_weights(repository):
+            with show_progress(f"downloading {repository}, {_FACTS}"):
+                download_weights(repository, seconds=_SECONDS)
+    except OSError as error:
+        return {}, f"random: timm:{_NAME} can't be downloaded ({error})"
+    keys: dict[str, Any] = {"model.init": f"timm:{_NAME}", "data.image_size": _IMAGE_SIZE}
+    return keys, f"timm:{_NAME}, {_FACTS}{_FROM_SCRATCH}"
