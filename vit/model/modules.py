@@ -94,7 +94,7 @@ def load_pretrained(
         for name in kept:
             for part, values in old.items():
                 new[part][class_names.index(name)] = values[known.index(name)]
-        if class_names and old:
+        if kept:
             warnings.warn(
                 f"the head keeps {len(kept)} of {num_classes} classes, which {source} has by name;"
                 " the others start anew",
