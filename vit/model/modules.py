@@ -64,16 +64,27 @@ def load_pretrained(
     *,
     num_classes: int,
     drop_path_rate: float = 0.0,
-) -> tuple[VisionTransformer, Mapping[str, Any] | None]:
-    """Load a pretrained model for training, from any source of `load_timm`. The head is new if the
-    source has another number of classes.
+) -> tuple[nn.Module, Mapping[str, Any] | None]:
+    """Load a pretrained model for training. The head is new if the source has another number of
+    classes.
 
     Returns:
-        The model, and the values of the `Preprocess` that its weights were trained with, or None
-        if the file doesn't have them.
+        The model, which is one of this project if that computes the same, and otherwise timm's; and
+        the values of the `Preprocess` that its weights were trained with, or None if the file
+        doesn't have them.
     """
     opened = _open(source)
-    loaded, preprocess = _convert(opened.module), opened.preprocess
+    preprocess = opened.preprocess
+    try:
+        loaded = _convert(opened.module)
+    except ValueError:
+        # timm takes seconds to import
+        from vit.model.timm_weights import prepare_timm
+
+        prepared = prepare_timm(
+            opened.module, num_classes=num_classes, drop_path_rate=drop_path_rate
+        )
+        return prepared, preprocess
     model = VisionTransformer(**loaded.architecture | {"drop_path_rate": drop_path_rate})
     model.load_state_dict(loaded.state_dict())
     if preprocess is not None:

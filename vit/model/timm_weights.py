@@ -1,9 +1,11 @@
 """Models of timm: built by name, and described as models of this project."""
 
+import inspect
+import json
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import timm
 import torch
@@ -12,17 +14,22 @@ from timm.models import vision_transformer as timm_vit
 from torch import nn
 
 from vit.model.attention import NORM_EPS
+from vit.model.model_info import find_image_size, read_object
 from vit.model.vision_transformer import Architecture
 from vit.model.weights import check_fit, infer_architecture
 from vit.runtime.arguments import Size, first_line
 from vit.runtime.hub import offline_if_unreachable
 from vit.runtime.places import suggest
 
+# Arguments of `timm.create_model` that a description has by itself.
+_DESCRIBED = ("num_classes", "img_size")
+
 
 def create_timm(name: str) -> nn.Module:
     """Create a pretrained module of timm in evaluation mode, of a name in timm or of a folder.
     Raises OSError if the weights can't be downloaded, and ValueError if timm can't load them."""
-    is_folder = Path(name).is_dir()
+    folder = Path(name)
+    is_folder = folder.is_dir()
     if is_folder:
         name = f"local-dir:{name}"
     elif not timm.is_model(name):
@@ -37,6 +44,8 @@ def create_timm(name: str) -> nn.Module:
         ) from error
     except Exception as error:  # An odd config.json raises almost any exception in timm.
         raise ValueError(f"timm can't load {name!r} ({first_line(error)})") from error
+    if is_folder:
+        module._model_args = read_object(folder / "config.json").get("model_args")
     return module.eval()
 
 
@@ -47,8 +56,13 @@ def describe_module(module: nn.Module, *, num_classes: int, img_size: Size) -> d
     timm_name = (getattr(module, "pretrained_cfg", None) or {}).get("architecture", "")
     takes_size = hasattr(getattr(module, "patch_embed", None), "img_size")
     values = {"name": name, "timm": timm_name, "img_size": img_size if takes_size else None}
-    # A model that was changed after timm built it doesn't fit its name any more.
-    with suppress(ValueError):
+    # timm keeps the arguments of a module, in older versions `create_timm` and `build_module` do.
+    arguments = getattr(module, "_model_args", None) or {}
+    values["args"] = {key: value for key, value in arguments.items() if key not in _DESCRIBED}
+    # A model that was changed after timm built it doesn't fit its name any more, and JSON can't hold
+    # each argument.
+    with suppress(ValueError, TypeError):
+        json.dumps(values)
         rebuilt = build_module(values, num_classes=num_classes, device="meta")
         check_fit(rebuilt, module.state_dict(), origin="")
         return values
@@ -57,19 +71,63 @@ def describe_module(module: nn.Module, *, num_classes: int, img_size: Size) -> d
 
 def build_module(values: Mapping[str, Any], *, num_classes: int, device: str = "cpu") -> nn.Module:
     """Build the module of a description of `describe_module`, without its weights."""
+    arguments = dict(values.get("args") or {})
     # Some models take no image size.
-    size = {"img_size": values["img_size"]} if values.get("img_size") else {}
+    if values.get("img_size"):
+        arguments["img_size"] = values["img_size"]
     try:
+        # A file must not name other files.
+        if foreign := arguments.keys() & inspect.signature(timm.create_model).parameters:
+            raise LookupError(f"{min(foreign)} is not an argument of a model")
         with torch.device(device):
             module: nn.Module = timm.create_model(
-                values["timm"], pretrained=False, num_classes=num_classes, **size
+                values["timm"], pretrained=False, num_classes=num_classes, **arguments
             )
     except (LookupError, TypeError, RuntimeError, AssertionError) as error:
         raise ValueError(
             f"{values['name']} can't be built from its file alone ({first_line(error)}); use"
             " vit.load_bundle(path, model=…)"
         ) from error
+    module._model_args = arguments
     return module.eval()
+
+
+def prepare_timm(module: nn.Module, *, num_classes: int, drop_path_rate: float) -> nn.Module:
+    """Build a module of timm again for training, with its weights. The head is new if the module has
+    another number of classes."""
+    net: Any = module
+    size = find_image_size(module)
+    assert size is not None, "timm's modules have one"
+    values = describe_module(module, num_classes=net.num_classes, img_size=size)
+    if drop_path_rate:
+        values["args"] = {**values.get("args", {}), "drop_path_rate": drop_path_rate}
+    built: Any = build_module(values, num_classes=net.num_classes)
+    built.load_state_dict(module.state_dict())
+    built.pretrained_cfg = net.pretrained_cfg
+    if net.num_classes != num_classes:
+        built.reset_classifier(num_classes)
+    return built.eval()  # type: ignore[no-any-return]
+
+
+def freeze_timm(module: nn.Module, part: Literal["backbone"] | int) -> None:
+    """Exclude a part of timm's module from training: "backbone", all but the classifier, or for a
+    number n all that comes before the first blocks, and these n. Raises ValueError for a model
+    without blocks, or with fewer."""
+    net: Any = module
+    module.requires_grad_(part != "backbone")
+    if part == "backbone":
+        net.get_classifier().requires_grad_(True)
+        return
+    names = [name for name, _ in module.named_children()]
+    blocks = getattr(module, "blocks", ())
+    if "blocks" not in names or part > len(blocks):
+        count = f"{len(blocks)} blocks" if blocks else 'no blocks in a row; take "backbone"'
+        raise ValueError(f"model.freeze {part}: {type(module).__name__} has {count}")
+    before = [net.get_submodule(name) for name in names[: names.index("blocks")]]
+    for parameter in module.parameters(recurse=False):
+        parameter.requires_grad_(False)
+    for frozen in (*before, *blocks[:part]):
+        frozen.requires_grad_(False)
 
 
 def describe_timm(module: nn.Module) -> Architecture:
@@ -79,7 +137,7 @@ def describe_timm(module: nn.Module) -> Architecture:
     if feature is not None:
         raise ValueError(
             f"this model has {feature}, which our VisionTransformer doesn't have; "
-            "vit.train(model=…) trains models of other kinds, from Python"
+            "vit.load_bundle opens timm's own module, and --init trains it"
         )
     net: Any = module
     block = net.blocks[0]

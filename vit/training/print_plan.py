@@ -4,6 +4,7 @@ import math
 
 import torch
 
+from vit.model.model_info import is_of
 from vit.runtime.console import build_console, build_table
 from vit.runtime.device import describe_device
 from vit.training.run import Run
@@ -46,12 +47,14 @@ def _summarize_run(run: Run) -> dict[str, str]:
             f"{epochs} epochs of {plan.steps_per_epoch} steps of {plan.batch_size} images,"
             f" {plan.total_steps:,} steps in all"
         )
-    num_parameters = sum(parameter.numel() for parameter in step.module.parameters())
+    model = f"{sum(parameter.numel() for parameter in step.module.parameters()):,} parameters"
+    if is_of(step.module, "timm"):
+        model += f"; timm's own {type(step.module).__name__}, which vit's doesn't compute"
     facts = {
         "data": f"{data.splits.title}: {images}; {classes}",
         "read as": "; ".join(data.splits.read),
         "splits": "; ".join(data.splits.describe_splits()),
-        "model": f"{num_parameters:,} parameters",
+        "model": model,
         "device": (
             f"{describe_device(step.device)}, {torch.get_num_threads()} threads, {step.precision}"
         ),

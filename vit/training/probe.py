@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import nn
 
 from vit.config import Config
 from vit.data.dataset import ImageDataset
@@ -64,7 +65,7 @@ def check_folds(config: Config) -> None:
 
 
 def fit_to_data(
-    config: Config, model: VisionTransformer, data: TrainingData, *, device: torch.device
+    config: Config, model: nn.Module, data: TrainingData, *, device: torch.device
 ) -> FittedProbe:
     """Fit a probe of a model on a device on the training images, or on as many as `model.probe`
     says."""
@@ -91,8 +92,9 @@ def fit_to_data(
     probe = process.broadcast(probe)
     assert probe is not None
     depth, pool = probe.readout
-    text = f"block {depth} of {len(model.blocks)}, pooling {pool}, C={probe.strength:g}"
-    text += f", {len(images):,} images"
+    text = f"C={probe.strength:g}, {len(images):,} images"
+    if isinstance(model, VisionTransformer):
+        text = f"block {depth} of {len(model.blocks)}, pooling {pool}, {text}"
     if probe.accuracy is not None:
         measure = "mean average precision" if images.is_multilabel else "top-1"
         text += f"; {measure} in cross-validation {format_percent(probe.accuracy, len(images))}"
@@ -102,9 +104,7 @@ def fit_to_data(
     return FittedProbe(probe, text, curve, images, features)
 
 
-def build_probed_model(
-    config: Config, model: VisionTransformer, probe: LinearProbe
-) -> VisionTransformer:
+def build_probed_model(config: Config, model: nn.Module, probe: LinearProbe) -> nn.Module:
     """Build the model that ends at the probe's block and has the probe as its head, to be trained
     as the configuration says."""
     weight, bias = (torch.from_numpy(values).float() for values in (probe.weight, probe.bias))

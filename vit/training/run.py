@@ -14,6 +14,8 @@ from vit.config import Config
 from vit.data.splits import DatasetSplits
 from vit.data.statistics import compute_class_weights
 from vit.data.workers import Transform
+from vit.model.logits import count_features
+from vit.model.model_info import find_image_size
 from vit.model.vision_transformer import VisionTransformer
 from vit.optim.optimizer import create_optimizer, schedule_factor
 from vit.runtime.device import choose_device, choose_precision, use_deterministic_algorithms
@@ -94,16 +96,21 @@ def build_run(
     else:
         model, pretrained = build_model(config, num_classes=num_classes)
         if config.data.image_size is None:
-            height, width = model.patch_embed.img_size
+            found = pretrained.image_size if pretrained is not None else find_image_size(model)
+            assert found is not None, "models of vit and timm have one"
+            height, width = found
             size = height if height == width else (height, width)
             config = config.with_data(image_size=size)
+        if not isinstance(model, VisionTransformer):
+            check_user_model(config, model, num_classes=num_classes)
     # The model moves first, because the optimizer creates its state on the device of the weights.
     model.to(device)
     data = build_data(
         config, splits, device=device, pretrained=pretrained, has_transform=transform is not None
     )
     probe = None
-    if uses_probe(config) and isinstance(model, VisionTransformer):
+    # The features of other modules from Python are unknown.
+    if uses_probe(config) and count_features(model):
         probe = fit_to_data(config, model, data, device=device)
         model = build_probed_model(config, model, probe.probe).to(device)
     data, tokens = keep_tokens(config, model, data, device=device, transform=transform)
