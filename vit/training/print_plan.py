@@ -22,8 +22,11 @@ def print_plan(run: Run, choices: dict[str, str], *, resumed: bool) -> None:
         for name, reason in dataset.unreadable:
             console.print(f"skipped {dataset.split} image {name}: {reason}", soft_wrap=True)
     if resumed:
-        step = run.trainer.progress.step
-        console.print(f"resuming after step {step} of {run.trainer.plan.total_steps}")
+        trainer = run.trainer
+        text = f"resuming after step {trainer.progress.step} of {trainer.plan.total_steps}"
+        if trainer.is_longer:
+            text += ": the run had ended; its learning rate falls again from the highest value"
+        console.print(text, soft_wrap=True)
         return
     for sentence in train.notes:
         console.print(f"warning: {sentence}", style="yellow", soft_wrap=True)

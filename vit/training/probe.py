@@ -1,6 +1,5 @@
 """The linear probe that a run of pretrained weights starts from, and its cross-validation."""
 
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,28 +8,22 @@ from torch import nn
 
 from vit.config import Config
 from vit.data.dataset import ImageDataset
-from vit.evaluation.metrics import score_logits
-from vit.evaluation.predictions import PREDICTIONS_FILE, save_predictions
 from vit.model.logits import cut_model
 from vit.model.vision_transformer import VisionTransformer
 from vit.prediction.batch_predictor import Features, compute_features
+from vit.prediction.probabilities import Float32s
 from vit.runtime.numbers import format_percent
 from vit.runtime.processes import current_process
 from vit.runtime.progress import show_progress
 from vit.training.data import TrainingData
-from vit.training.folds import assign_folds, name_always_trained
+from vit.training.folds import Folds, assign_folds, name_always_trained
 from vit.training.learning_curve import measure_learning_curve
 from vit.training.linear_probe import LinearProbe, fit_probe, predict_by_other_folds
 from vit.training.model import set_up_training
 from vit.training.validation import build_predictor
 
-# Keys that `--folds` sets: a linear probe is fitted on all images.
-FOLDS_KEYS = {
-    "data.validation_fraction": 0,
-    "data.test_fraction": 0,
-    "model.probe": True,
-    "model.freeze": "backbone",
-}
+# Keys of a run that is a linear probe alone.
+PROBE_KEYS = {"model.probe": True, "model.freeze": "backbone"}
 
 
 class FittedProbe(NamedTuple):
@@ -53,15 +46,6 @@ def is_probe_alone(config: Config) -> bool:
     """Return whether nothing is trained after the probe: its regression is the best head of a
     frozen backbone."""
     return uses_probe(config) and config.model.freeze == "backbone"
-
-
-def check_folds(config: Config) -> None:
-    """Raise ValueError for a configuration that can't be cross-validated."""
-    if not is_probe_alone(config) or config.data.validation_fraction or config.data.test_fraction:
-        raise ValueError(
-            "--folds cross-validates a linear probe of all images: it needs --init WEIGHTS, and"
-            f" {', '.join(FOLDS_KEYS)} as it sets them"
-        )
 
 
 def fit_to_data(
@@ -113,27 +97,16 @@ def build_probed_model(config: Config, model: nn.Module, probe: LinearProbe) -> 
     return probed
 
 
-def cross_validate(fitted: FittedProbe, *, num_folds: int, balanced: bool, directory: Path) -> str:
-    """Predict each image by a probe that has seen neither it nor another image of its group, and
-    write the predictions, which `vit evaluate` measures, into a run's directory. Returns a sentence
-    for the user."""
+def predict_folds_by_probe(fitted: FittedProbe, folds: Folds, *, balanced: bool) -> Float32s:
+    """Predict each image by a probe that has seen neither it nor another image of its group."""
     images = fitted.images
-    folds, logits = predict_by_other_folds(
+    return predict_by_other_folds(
         fitted.features,
         images.labels,
+        folds,
         num_classes=len(images.class_names),
         groups=images.groups,
-        num_folds=num_folds,
         balanced=balanced,
-    )
-    measured = np.flatnonzero(folds >= 0)
-    left_out = logits[measured]
-    scores = score_logits(left_out, images.labels[measured])
-    save_predictions(directory / PREDICTIONS_FILE, images.subset(measured), scores, left_out)
-    return (
-        f"{folds.max() + 1}-fold cross-validation of {len(measured):,} images"
-        f"{name_always_trained(folds, images.labels, images.class_names)}"
-        f"; vit evaluate {directory} reports on them"
     )
 
 

@@ -178,6 +178,8 @@ def build_plan(
     patch_size = (1, 1)
     if isinstance(model, VisionTransformer):
         patch_size = model.patch_embed.patch_size
+    # A short run may end before a warm-up of whole epochs would.
+    warmup_steps = round(config.schedule.warmup_epochs * steps_per_epoch)
     return TrainingPlan(
         train,
         steps_per_epoch=steps_per_epoch,
@@ -185,6 +187,7 @@ def build_plan(
         batch_size=batch_size,
         image_sizes=resolve_image_sizes(train.image_sizes or (), config.data.size, patch_size),
         mix_until=config.augment.mix_until,
+        warmup_steps=min(warmup_steps, max(total_steps - 1, 0)),
     )
 
 
@@ -209,12 +212,10 @@ def build_train_step(
     optimizer = create_optimizer(
         model=model, muon_dtype=getattr(torch, precision), **config.optimizer.model_dump()
     )
-    # A short run may end before a warm-up of whole epochs would.
-    warmup_steps = round(config.schedule.warmup_epochs * plan.steps_per_epoch)
     lr_factor = partial(
         schedule_factor,
         name=config.schedule.name,
-        warmup_steps=min(warmup_steps, max(plan.total_steps - 1, 0)),
+        warmup_steps=plan.warmup_steps,
         total_steps=plan.total_steps,
     )
     # Several processes share the cores already, and compiled code keeps Python's lock. Other models

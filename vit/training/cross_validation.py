@@ -1,0 +1,118 @@
+"""Cross-validation of a run: each image is predicted by a model that was trained without its fold."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from vit.config import Config
+from vit.data.dataset import ImageDataset
+from vit.data.splits import DatasetSplits
+from vit.evaluation.metrics import score_logits
+from vit.evaluation.predictions import CROSS_VALIDATION, PREDICTIONS_FILE, save_predictions
+from vit.prediction.batch_predictor import read_dataset
+from vit.prediction.probabilities import Float32s, Ints
+from vit.runtime.console import echo
+from vit.runtime.processes import current_process
+from vit.training.folds import assign_folds, name_always_trained
+from vit.training.probe import predict_folds_by_probe
+from vit.training.run import Run
+from vit.training.run_directory import FOLDS
+from vit.training.signals import TrainingInterrupted
+from vit.training.validation import build_predictor
+
+# Keys that `--folds` sets: the run has all images.
+FOLDS_KEYS = {"data.validation_fraction": 0, "data.test_fraction": 0}
+
+
+class Folds(NamedTuple):
+    """The images of a run, and the number of the fold that leaves out each, or −1."""
+
+    images: ImageDataset
+    numbers: Ints
+
+    @property
+    def count(self) -> int:
+        """The number of folds."""
+        return int(self.numbers.max()) + 1
+
+
+def divide_images(run: Run, num_folds: int) -> Folds:
+    """Divide the images of a run into folds. Raises ValueError for a configuration that holds out
+    images, and if every class has too few images or groups to leave any out."""
+    data = run.data.config.data
+    if data.validation_fraction or data.test_fraction:
+        raise ValueError(
+            f"--folds leaves out each image once: it needs {', '.join(FOLDS_KEYS)} of 0, as it sets"
+            " them"
+        )
+    # Images that are decoded while training are decoded here, and unreadable ones are left out.
+    images = run.data.decode(run.data.train)
+    folds = Folds(images, assign_folds(images.labels, images.groups, num_folds=num_folds))
+    if folds.count < 2:
+        raise ValueError(
+            "--folds leaves out images of each class in turn, and every class has one image or"
+            " group alone; add some"
+        )
+    return folds
+
+
+def cross_validate(
+    run: Run,
+    folds: Folds,
+    build_part: Callable[[DatasetSplits, Path], Run],
+    *,
+    directory: Path,
+    resume: bool,
+) -> str:
+    """Predict each image by a model that has seen neither it nor another image of its group, and
+    write the predictions, which `vit evaluate` measures, into a run's directory. Returns a sentence
+    for the user. `build_part` builds the run of a fold, for its images and directory."""
+    images = folds.images
+    if run.probe is not None and run.probe.features:
+        balanced = run.data.class_balance == "weights"
+        logits = predict_folds_by_probe(run.probe, folds.numbers, balanced=balanced)
+    else:
+        logits = np.zeros((len(images), len(images.class_names)), dtype=np.float32)
+        for fold in range(folds.count):
+            is_out = folds.numbers == fold
+            part_directory = directory / FOLDS / str(fold + 1)
+            if current_process().is_main:
+                part_directory.mkdir(parents=True, exist_ok=True)
+                echo(f"fold {fold + 1} of {folds.count}", err=True)
+            ids = [images.ids[index] for index in np.flatnonzero(is_out).tolist()]
+            written = {CROSS_VALIDATION: ids}
+            part = build_part(replace(run.data.splits, written=written), part_directory)
+            try:
+                logits[is_out] = _train_and_predict(part, ids, resume=resume)
+            except TrainingInterrupted as stopped:
+                raise TrainingInterrupted(
+                    f"stopped in fold {fold + 1}; continue with --resume --output {directory}"
+                ) from stopped
+    measured = np.flatnonzero(folds.numbers >= 0)
+    left_out = logits[measured]
+    scores = score_logits(left_out, images.labels[measured])
+    if current_process().is_main:
+        save_predictions(directory / PREDICTIONS_FILE, images.subset(measured), scores, left_out)
+    return (
+        f"{folds.count}-fold cross-validation of {len(measured):,} images"
+        f"{name_always_trained(folds.numbers, images.labels, images.class_names)}"
+        f"; vit evaluate {directory} reports on them"
+    )
+
+
+def _train_and_predict(part: Run, ids: list[str], *, resume: bool) -> Float32s:
+    """Train the run of a fold and predict its images, which it doesn't have."""
+    if resume:
+        part.trainer.resume()
+    part.trainer.train()
+    everything = part.data.splits.images
+    place_of = {image_id: place for place, image_id in enumerate(everything.ids)}
+    images = part.data.decode(everything.subset([place_of[image_id] for image_id in ids]))
+    step = part.trainer.train_step
+    predictor = build_predictor(part.data, step.averaged_model, device=step.device)
+    read = partial(read_dataset, images, part.data.preprocess)
+    return predictor.predict(read, count=len(images))
