@@ -134,7 +134,11 @@ def cut_model(
     of timm gets the layer itself."""
     if not isinstance(model, VisionTransformer):
         head: Any = cast(Any, model).get_classifier()
-        if not isinstance(head, nn.Linear) or head.weight.shape != weight.shape or head.bias is None:
+        if (
+            not isinstance(head, nn.Linear)
+            or head.weight.shape != weight.shape
+            or head.bias is None
+        ):
             raise ValueError(
                 f"the classifier of {type(model).__name__} is no linear layer of its features;"
                 " set model.probe=false"

@@ -132,8 +132,8 @@ def open_folder(source: str | Path) -> OpenedModel:
         return OpenedModel(module, preprocess=preprocess, is_multilabel=is_multilabel)
     if kind != "vit":
         raise ValueError(
-            f"{folder} holds a {kind}, not a ViT of Hugging Face; take timm:NAME, or pass its module"
-            " from Python"
+            f"{folder} holds a {kind}, not a ViT of Hugging Face; take timm's weights, such as"
+            " timm:vit_small_patch16_dinov3.lvd1689m, or pass its module from Python"
         )
     weights, architecture = read_huggingface(folder, config)
     ours = build_to_fit(architecture, weights, origin=str(folder))
@@ -175,6 +175,11 @@ def build(content: ModelFile, *, origin: str) -> nn.Module:
         check_class_names(metadata["class_names"], architecture["num_classes"])
     else:
         weights = remove_prefix(weights)
+        # Registers have another name elsewhere.
+        if "storage_tokens" in weights:
+            from vit.model.timm_weights import build_dinov3
+
+            return build_dinov3(weights, origin=origin)
         architecture = infer_architecture(weights, origin=origin)
     return build_to_fit(architecture, weights, origin=origin)
 

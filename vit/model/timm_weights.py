@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import timm
 import torch
@@ -15,8 +15,9 @@ from torch import nn
 
 from vit.model.attention import NORM_EPS
 from vit.model.model_info import find_image_size, read_object
+from vit.model.model_file import StateDict
 from vit.model.vision_transformer import Architecture
-from vit.model.weights import check_fit, infer_architecture
+from vit.model.weights import check_fit, count_blocks, infer_architecture
 from vit.runtime.arguments import Size, first_line
 from vit.runtime.hub import offline_if_unreachable
 from vit.runtime.places import suggest
@@ -49,7 +50,9 @@ def create_timm(name: str) -> nn.Module:
     return module.eval()
 
 
-def describe_module(module: nn.Module, *, num_classes: int, img_size: Size) -> dict[str, Any]:
+def describe_module(
+    module: nn.Module, *, num_classes: int, img_size: Size | None
+) -> dict[str, Any]:
     """Describe another library's module for a model file: its class, and its name in timm if that
     is enough to build it again."""
     name = f"{type(module).__module__}.{type(module).__qualname__}"
@@ -92,52 +95,68 @@ def build_module(values: Mapping[str, Any], *, num_classes: int, device: str = "
     return module.eval()
 
 
+def build_dinov3(weights: StateDict, *, origin: str) -> nn.Module:
+    """Build timm's module of a published ViT of DINOv3, whose names timm's loader converts. Raises
+    ValueError if timm has none of this size."""
+    sizes = (len(weights["cls_token"].flatten()), count_blocks(weights))
+    is_gated = "blocks.0.mlp.w1.weight" in weights
+    has_bias = "blocks.0.attn.qkv.bias" in weights
+    # First those with this bias, which the others would leave out.
+    for name in sorted(timm.list_models("vit_*dinov3*"), reverse=has_bias):
+        with torch.device("meta"):
+            net: Any = timm.create_model(name)
+        if (net.embed_dim, len(net.blocks)) == sizes and hasattr(
+            net.blocks[0].mlp, "fc1_g"
+        ) == is_gated:
+            module: nn.Module = timm.create_model(
+                name, pretrained=True, pretrained_cfg_overlay={"state_dict": weights}
+            )
+            return module.eval()
+    raise ValueError(f"{origin}: timm has no DINOv3 of width and depth {sizes}")
+
+
 def prepare_timm(module: nn.Module, *, num_classes: int, drop_path_rate: float) -> nn.Module:
     """Build a module of timm again for training, with its weights. The head is new if the module has
     another number of classes."""
     net: Any = module
-    size = find_image_size(module)
-    assert size is not None, "timm's modules have one"
-    values = describe_module(module, num_classes=net.num_classes, img_size=size)
+    count = net.num_classes
+    values = describe_module(module, num_classes=count, img_size=find_image_size(module))
     if drop_path_rate:
-        values["args"] = {**values.get("args", {}), "drop_path_rate": drop_path_rate}
-    built: Any = build_module(values, num_classes=net.num_classes)
+        values["args"] = values.get("args", {}) | {"drop_path_rate": drop_path_rate}
+    built: Any = build_module(values, num_classes=count)
     built.load_state_dict(module.state_dict())
     built.pretrained_cfg = net.pretrained_cfg
-    if net.num_classes != num_classes:
+    if count != num_classes:
         built.reset_classifier(num_classes)
-    return built.eval()  # type: ignore[no-any-return]
+    return cast(nn.Module, built)
 
 
 def freeze_timm(module: nn.Module, part: Literal["backbone"] | int) -> None:
     """Exclude a part of timm's module from training: "backbone", all but the classifier, or for a
-    number n all that comes before the first blocks, and these n. Raises ValueError for a model
-    without blocks, or with fewer."""
+    number n what comes before the blocks, and n of them. Raises ValueError if there are fewer."""
     net: Any = module
-    module.requires_grad_(part != "backbone")
+    module.requires_grad_(False)
     if part == "backbone":
         net.get_classifier().requires_grad_(True)
         return
-    names = [name for name, _ in module.named_children()]
-    blocks = getattr(module, "blocks", ())
-    if "blocks" not in names or part > len(blocks):
-        count = f"{len(blocks)} blocks" if blocks else 'no blocks in a row; take "backbone"'
-        raise ValueError(f"model.freeze {part}: {type(module).__name__} has {count}")
-    before = [net.get_submodule(name) for name in names[: names.index("blocks")]]
-    for parameter in module.parameters(recurse=False):
-        parameter.requires_grad_(False)
-    for frozen in (*before, *blocks[:part]):
-        frozen.requires_grad_(False)
+    children = dict(module.named_children())
+    blocks = list(getattr(module, "blocks", ()))
+    if part > len(blocks) or "blocks" not in children:
+        raise ValueError(
+            f"model.freeze {part}: {type(module).__name__} has {len(blocks)} blocks in a row"
+        )
+    after = list(children.values())[list(children).index("blocks") + 1 :]
+    for trained in (*blocks[part:], *after):
+        trained.requires_grad_(True)
 
 
 def describe_timm(module: nn.Module) -> Architecture:
     """Return the arguments of a VisionTransformer that computes the same as a timm model. Raises
-    ValueError, which names a feature that VisionTransformer lacks."""
-    feature = _find_feature_without_counterpart(module)
-    if feature is not None:
+    ValueError if there is none."""
+    if not _is_plain(module):
         raise ValueError(
-            f"this model has {feature}, which our VisionTransformer doesn't have; "
-            "vit.load_bundle opens timm's own module, and --init trains it"
+            f"vit.VisionTransformer doesn't compute this {type(module).__name__};"
+            " vit.load_bundle opens timm's own module, and vit train --init trains it"
         )
     net: Any = module
     block = net.blocks[0]
@@ -155,28 +174,21 @@ def describe_timm(module: nn.Module) -> Architecture:
     }
 
 
-def _find_feature_without_counterpart(module: nn.Module) -> str | None:
-    """Return a feature of a timm model that ours lacks. `check_fit` names those with parameters."""
+def _is_plain(module: nn.Module) -> bool:
+    """Return whether a model of timm is of the parts that ours has. `check_fit` finds those with
+    other parameters."""
     if not isinstance(module, timm_vit.VisionTransformer):
-        return f"the class {type(module).__name__}, not timm's VisionTransformer"
+        return False
     block = module.blocks[0]
-    for layer, expected in (
-        (block, timm_vit.Block),
-        (module.patch_embed, layers.PatchEmbed),
-        (block.attn, layers.Attention),
-    ):
-        if type(layer) is not expected:
-            return f"a {type(layer).__name__}"
-
-    if module.global_pool not in ("token", "avg") or module.pool_include_prefix:
-        return f"pooling {module.global_pool!r} over other tokens"
-
+    if (type(block), type(module.patch_embed)) != (timm_vit.Block, layers.PatchEmbed):
+        return False
     norms = [block.norm1, *(part for part in module.modules() if isinstance(part, nn.LayerNorm))]
-    if not all(isinstance(norm, nn.LayerNorm) and norm.eps == NORM_EPS for norm in norms):
-        return f"norms that aren't LayerNorm with epsilon {NORM_EPS}"
-
-    mlp = block.mlp
-    is_gelu = isinstance(mlp.act, nn.GELU) and mlp.act.approximate == "none"
-    if type(mlp) is not layers.Mlp or not is_gelu:
-        return f"an MLP that is {type(mlp).__name__} with {mlp.act}"
-    return None
+    gelu = block.mlp.act
+    return (
+        (type(block.attn), type(block.mlp)) == (layers.Attention, layers.Mlp)
+        and isinstance(gelu, nn.GELU)
+        and gelu.approximate == "none"
+        and module.global_pool in ("token", "avg")
+        and not module.pool_include_prefix
+        and all(isinstance(norm, nn.LayerNorm) and norm.eps == NORM_EPS for norm in norms)
+    )

@@ -1,5 +1,6 @@
 """Cross-validation of a run: each image is predicted by a model that was trained without its fold."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -7,10 +8,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from torch import nn
 
 from vit.config import Config
 from vit.data.dataset import ImageDataset
-from vit.data.splits import DatasetSplits
 from vit.evaluation.metrics import score_logits
 from vit.evaluation.predictions import CROSS_VALIDATION, PREDICTIONS_FILE, save_predictions
 from vit.prediction.batch_predictor import read_dataset
@@ -63,14 +64,15 @@ def divide_images(run: Run, num_folds: int) -> Folds:
 def cross_validate(
     run: Run,
     folds: Folds,
-    build_part: Callable[[DatasetSplits, Path], Run],
+    build: Callable[..., Run],
     *,
+    module: nn.Module | None,
     directory: Path,
     resume: bool,
 ) -> str:
     """Predict each image by a model that has seen neither it nor another image of its group, and
     write the predictions, which `vit evaluate` measures, into a run's directory. Returns a sentence
-    for the user. `build_part` builds the run of a fold, for its images and directory."""
+    for the user. `build` is `build_run`, and `module` the model from Python before its training."""
     images = folds.images
     if run.probe is not None and run.probe.features:
         balanced = run.data.class_balance == "weights"
@@ -85,7 +87,12 @@ def cross_validate(
                 echo(f"fold {fold + 1} of {folds.count}", err=True)
             ids = [images.ids[index] for index in np.flatnonzero(is_out).tolist()]
             written = {CROSS_VALIDATION: ids}
-            part = build_part(replace(run.data.splits, written=written), part_directory)
+            part = build(
+                run.data.config,
+                directory=part_directory,
+                splits=replace(run.data.splits, written=written),
+                user_model=copy.deepcopy(module),
+            )
             try:
                 logits[is_out] = _train_and_predict(part, ids, resume=resume)
             except TrainingInterrupted as stopped:

@@ -30,9 +30,7 @@ def build_model(config: Config, *, num_classes: int) -> tuple[nn.Module, Preproc
     return model, preprocess
 
 
-def _load_model(
-    config: Config, init: str, num_classes: int
-) -> tuple[nn.Module, Preprocess | None]:
+def _load_model(config: Config, init: str, num_classes: int) -> tuple[nn.Module, Preprocess | None]:
     """Load weights, and give the model the image size of the configuration."""
     # timm takes seconds to import
     from vit.model.modules import load_pretrained
@@ -83,7 +81,9 @@ def check_user_model(config: Config, model: nn.Module, *, num_classes: int) -> N
     logits of the classes."""
     name = type(model).__name__
     if config.train.patch_drop_rates and not hasattr(model, "patch_drop_rate"):
-        raise ValueError(f"train.patch_drop_rates is for vit's own models, and {name} is not one; set it to null")
+        raise ValueError(
+            f"train.patch_drop_rates is for vit's own models, and {name} is not one; set it to null"
+        )
     images = torch.zeros(2, 3, *config.data.size, device=next(model.parameters()).device)
     try:
         with torch.no_grad():

@@ -16,7 +16,6 @@ from torch import nn
 from vit.config import Config, list_overrides, load_config, values_to_save
 from vit.data.sources.folders import check_not_inside
 from vit.data.sources.python_objects import FROM_PYTHON
-from vit.data.splits import DatasetSplits
 from vit.data.workers import Transform
 from vit.model.find_file import find_initial_weights
 from vit.runtime.arguments import check_kind, check_minimum
@@ -239,14 +238,9 @@ def train(
         progress = trainer.train()
         complete_model_file(run, directory)
         if divided is not None:
-
-            def build_part(splits: DatasetSplits, directory: Path) -> Run:
-                module = copy.deepcopy(initial_model)
-                return build(
-                    run.data.config, directory=directory, splits=splits, user_model=module
-                )
-
-            sentence = cross_validate(run, divided, build_part, directory=directory, resume=resume)
+            sentence = cross_validate(
+                run, divided, build, module=initial_model, directory=directory, resume=resume
+            )
             if show_plan and process.is_main:
                 echo(sentence, err=True)
 

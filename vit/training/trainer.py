@@ -243,9 +243,7 @@ class Trainer:
         steps of a run that is trained longer pass through the schedule, without its warm-up, once
         more."""
         first = self.progress.longer_from
-        self.plan = dataclasses.replace(
-            self._full_plan, total_steps=total_steps, longer_from=first
-        )
+        self.plan = dataclasses.replace(self._full_plan, total_steps=total_steps, longer_from=first)
         place = self._full_plan.warmup_steps if first else 0
         self.train_step.schedule_start = (first, place)
         self.train_step.pace = (self._full_plan.total_steps - place) / (total_steps - first)

@@ -50,7 +50,9 @@ class Classifier(nn.Module):
         return (logits, probabilities, *maps)
 
 
-def _roll_out(model: VisionTransformer, attentions: list[Tensor]) -> Float[Tensor, "B rows columns"]:
+def _roll_out(
+    model: VisionTransformer, attentions: list[Tensor]
+) -> Float[Tensor, "B rows columns"]:
     rollout = attention_rollout(attentions)
     num_prefix = model.num_prefix_tokens
     relevance = rollout[:, 0]
