@@ -14,8 +14,8 @@ from timm.models import vision_transformer as timm_vit
 from torch import nn
 
 from vit.model.attention import NORM_EPS
-from vit.model.model_info import find_image_size, read_object
 from vit.model.model_file import StateDict
+from vit.model.model_info import find_image_size, read_object
 from vit.model.vision_transformer import Architecture
 from vit.model.weights import check_fit, count_blocks, infer_architecture
 from vit.runtime.arguments import Size, first_line

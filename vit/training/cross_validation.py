@@ -10,7 +10,6 @@ from typing import NamedTuple
 import numpy as np
 from torch import nn
 
-from vit.config import Config
 from vit.data.dataset import ImageDataset
 from vit.evaluation.metrics import score_logits
 from vit.evaluation.predictions import CROSS_VALIDATION, PREDICTIONS_FILE, save_predictions
@@ -50,8 +49,11 @@ def divide_images(run: Run, num_folds: int) -> Folds:
             f"--folds leaves out each image once: it needs {', '.join(FOLDS_KEYS)} of 0, as it sets"
             " them"
         )
-    # Images that are decoded while training are decoded here, and unreadable ones are left out.
-    images = run.data.decode(run.data.train)
+    if run.probe is not None and run.probe.features:
+        images = run.probe.images
+    else:
+        # Unreadable images are left out here.
+        images = run.data.decode(run.data.train)
     folds = Folds(images, assign_folds(images.labels, images.groups, num_folds=num_folds))
     if folds.count < 2:
         raise ValueError(
@@ -73,37 +75,43 @@ def cross_validate(
     """Predict each image by a model that has seen neither it nor another image of its group, and
     write the predictions, which `vit evaluate` measures, into a run's directory. Returns a sentence
     for the user. `build` is `build_run`, and `module` the model from Python before its training."""
-    images = folds.images
+    images, splits = folds.images, run.data.splits
+    is_main = current_process().is_main
+    logits = np.zeros((len(images), len(images.class_names)), dtype=np.float32)
+    num_runs = folds.count
     if run.probe is not None and run.probe.features:
-        balanced = run.data.class_balance == "weights"
-        logits = predict_folds_by_probe(run.probe, folds.numbers, balanced=balanced)
-    else:
-        logits = np.zeros((len(images), len(images.class_names)), dtype=np.float32)
-        for fold in range(folds.count):
-            is_out = folds.numbers == fold
-            part_directory = directory / FOLDS / str(fold + 1)
-            if current_process().is_main:
-                part_directory.mkdir(parents=True, exist_ok=True)
-                echo(f"fold {fold + 1} of {folds.count}", err=True)
-            ids = [images.ids[index] for index in np.flatnonzero(is_out).tolist()]
-            written = {CROSS_VALIDATION: ids}
-            part = build(
-                run.data.config,
-                directory=part_directory,
-                splits=replace(run.data.splits, written=written),
-                user_model=copy.deepcopy(module),
-            )
-            try:
-                logits[is_out] = _train_and_predict(part, ids, resume=resume)
-            except TrainingInterrupted as stopped:
-                raise TrainingInterrupted(
-                    f"stopped in fold {fold + 1}; continue with --resume --output {directory}"
-                ) from stopped
+        num_runs = 0
+        if is_main:
+            balanced = run.data.class_balance == "weights"
+            logits = predict_folds_by_probe(run.probe, folds.numbers, balanced=balanced)
+    # not decoded: each fold has a preprocessing of its own
+    source = splits.split("train")
+    place_of = {image_id: place for place, image_id in enumerate(source.ids)}
+    for fold in range(num_runs):
+        is_out = folds.numbers == fold
+        ids = [images.ids[index] for index in np.flatnonzero(is_out).tolist()]
+        part_directory = directory / FOLDS / str(fold + 1)
+        if is_main:
+            part_directory.mkdir(parents=True, exist_ok=True)
+            echo(f"fold {fold + 1} of {num_runs}", err=True)
+        part = build(
+            run.data.config,
+            directory=part_directory,
+            splits=replace(splits, written={CROSS_VALIDATION: ids}, num_trained_on=None),
+            user_model=copy.deepcopy(module),
+        )
+        left_out = source.subset([place_of[image_id] for image_id in ids])
+        try:
+            logits[is_out] = _train_and_predict(part, left_out, resume=resume)
+        except TrainingInterrupted as stopped:
+            raise TrainingInterrupted(
+                f"stopped in fold {fold + 1}; continue with --resume --output {directory}"
+            ) from stopped
     measured = np.flatnonzero(folds.numbers >= 0)
-    left_out = logits[measured]
-    scores = score_logits(left_out, images.labels[measured])
-    if current_process().is_main:
-        save_predictions(directory / PREDICTIONS_FILE, images.subset(measured), scores, left_out)
+    answers = logits[measured]
+    scores = score_logits(answers, images.labels[measured])
+    if is_main:
+        save_predictions(directory / PREDICTIONS_FILE, images.subset(measured), scores, answers)
     return (
         f"{folds.count}-fold cross-validation of {len(measured):,} images"
         f"{name_always_trained(folds.numbers, images.labels, images.class_names)}"
@@ -111,14 +119,12 @@ def cross_validate(
     )
 
 
-def _train_and_predict(part: Run, ids: list[str], *, resume: bool) -> Float32s:
-    """Train the run of a fold and predict its images, which it doesn't have."""
+def _train_and_predict(part: Run, left_out: ImageDataset, *, resume: bool) -> Float32s:
+    """Train the run of a fold and predict the images that it doesn't have."""
     if resume:
         part.trainer.resume()
     part.trainer.train()
-    everything = part.data.splits.images
-    place_of = {image_id: place for place, image_id in enumerate(everything.ids)}
-    images = part.data.decode(everything.subset([place_of[image_id] for image_id in ids]))
+    images = part.data.decode(left_out)
     step = part.trainer.train_step
     predictor = build_predictor(part.data, step.averaged_model, device=step.device)
     read = partial(read_dataset, images, part.data.preprocess)
