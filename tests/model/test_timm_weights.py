@@ -140,7 +140,7 @@ SMALL = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 1, "num_head
 @pytest.mark.parametrize("options", REFUSED, ids=str)
 def test_what_ours_cannot_compute_is_refused(options):
     module = timm.models.VisionTransformer(**SMALL, **options)
-    with pytest.raises(ValueError, match="doesn't compute this VisionTransformer; vit.load_bundle"):
+    with pytest.raises(ValueError, match="doesn't compute this VisionTransformer"):
         load_timm(module)
 
 
@@ -148,16 +148,6 @@ def test_what_ours_cannot_compute_is_refused(options):
 def test_other_parameters_are_refused_by_name(what):
     with pytest.raises(ValueError, match=re.escape(what)):
         load_timm(timm.models.VisionTransformer(**SMALL, **UNFIT[what]))
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"), [("beit_base_patch16_224", "Beit"), ("resnet18", "ResNet")]
-)
-def test_other_families_are_refused(name, kind):
-    with torch.device("meta"):
-        module = timm.create_model(name)
-    with pytest.raises(ValueError, match=f"doesn't compute this {kind}; vit.load_bundle opens"):
-        load_timm(module)
 
 
 class TestSources:
