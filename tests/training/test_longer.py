@@ -1,16 +1,17 @@
 """A run that has ended is trained longer, and cross-validated as it is configured."""
 
-import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+import vit
 from tests.training.conftest import MakeRun, run_until
 from tests.training.test_resume import assert_equal_runs
-from tests.training.test_user_objects import CONFIG, Arrays, arrays, same
-from vit.training.train_model import train
+from tests.training.test_user_objects import CONFIG, Arrays, arrays
+from vit.bundle import load_bundle
 
 __all__ = ["arrays"]  # a fixture
 
@@ -52,20 +53,19 @@ def test_what_makes_no_run_longer_is_refused(make_run: MakeRun, tmp_path: Path) 
 
 
 def test_folds_of_a_run_are_trained_as_it_is_configured(arrays: Arrays, tmp_path: Path) -> None:
-    given = {"dataset": arrays, "folds": 3}
-    run = train(CONFIG, output=tmp_path / "run", **given)
-    predictions = dict(np.load(tmp_path / "run" / "predictions.npz"))
-    assert len(predictions["ids"]) == 90
-    # two epochs of one block tell most colours
-    assert (predictions["labels"] == predictions["predicted"]).mean() > 0.5
-    files = sorted((tmp_path / "run" / "folds").glob("*/metrics.jsonl"))
-    steps = [json.loads(path.read_text().splitlines()[-1])["step"] for path in files]
-    assert steps == [8, 8, 8]
-    # the model of the run has seen all images
-    assert run.bundle.data["splits"]["train"]["num_images"] == 90
+    def train(**options: Any) -> np.ndarray:
+        run = vit.train(CONFIG, output=tmp_path, dataset=arrays, folds=3, **options)
+        # the model of the run has seen all images
+        assert run.bundle.data["splits"]["train"]["num_images"] == 90
+        steps = [load_bundle(folder).metadata["step"] for folder in tmp_path.glob("folds/*")]
+        assert steps == [8, 8, 8]
+        found = np.load(tmp_path / "predictions.npz")
+        # two epochs of one block tell most colours
+        assert (found["labels"] == found["predicted"]).mean() > 0.5
+        return found["logits"]
+
+    logits = train()
+    assert len(logits) == 90
     # a fold that was lost is trained again, the others are kept
-    shutil.rmtree(tmp_path / "run" / "folds" / "2")
-    again = train(CONFIG, output=tmp_path / "run", resume=True, **given)
-    assert same(run, again)
-    resumed = np.load(tmp_path / "run" / "predictions.npz")
-    assert np.array_equal(resumed["logits"], predictions["logits"])
+    shutil.rmtree(tmp_path / "folds" / "2")
+    assert np.array_equal(train(resume=True), logits)

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from torch import nn
@@ -18,7 +17,7 @@ from vit.prediction.probabilities import Float32s, Ints
 from vit.runtime.console import echo
 from vit.runtime.processes import current_process
 from vit.training.folds import assign_folds, name_always_trained
-from vit.training.probe import predict_folds_by_probe
+from vit.training.linear_probe import predict_by_other_folds
 from vit.training.run import Run
 from vit.training.run_directory import FOLDS
 from vit.training.signals import TrainingInterrupted
@@ -28,44 +27,33 @@ from vit.training.validation import build_predictor
 FOLDS_KEYS = {"data.validation_fraction": 0, "data.test_fraction": 0}
 
 
-class Folds(NamedTuple):
-    """The images of a run, and the number of the fold that leaves out each, or −1."""
-
-    images: ImageDataset
-    numbers: Ints
-
-    @property
-    def count(self) -> int:
-        """The number of folds."""
-        return int(self.numbers.max()) + 1
-
-
-def divide_images(run: Run, num_folds: int) -> Folds:
-    """Divide the images of a run into folds. Raises ValueError for a configuration that holds out
-    images, and if every class has too few images or groups to leave any out."""
+def divide_images(run: Run, num_folds: int) -> tuple[ImageDataset, Ints]:
+    """Return the images of a run, and the fold that leaves out each (`assign_folds`). Raises
+    ValueError for a configuration that holds out images, and if every class has too few images or
+    groups to leave any out."""
     data = run.data.config.data
     if data.validation_fraction or data.test_fraction:
         raise ValueError(
-            f"--folds leaves out each image once: it needs {', '.join(FOLDS_KEYS)} of 0, as it sets"
-            " them"
+            f"--folds leaves out each image once; {' and '.join(FOLDS_KEYS)} must be 0"
         )
     if run.probe is not None and run.probe.features:
         images = run.probe.images
     else:
         # Unreadable images are left out here.
         images = run.data.decode(run.data.train)
-    folds = Folds(images, assign_folds(images.labels, images.groups, num_folds=num_folds))
-    if folds.count < 2:
+    folds = assign_folds(images.labels, images.groups, num_folds=num_folds)
+    if folds.max() < 1:
         raise ValueError(
             "--folds leaves out images of each class in turn, and every class has one image or"
             " group alone; add some"
         )
-    return folds
+    return images, folds
 
 
 def cross_validate(
     run: Run,
-    folds: Folds,
+    images: ImageDataset,
+    folds: Ints,
     build: Callable[..., Run],
     *,
     module: nn.Module | None,
@@ -75,46 +63,50 @@ def cross_validate(
     """Predict each image by a model that has seen neither it nor another image of its group, and
     write the predictions, which `vit evaluate` measures, into a run's directory. Returns a sentence
     for the user. `build` is `build_run`, and `module` the model from Python before its training."""
-    images, splits = folds.images, run.data.splits
+    splits, fitted = run.data.splits, run.probe
+    num_folds, num_classes = int(folds.max()) + 1, len(images.class_names)
     is_main = current_process().is_main
-    logits = np.zeros((len(images), len(images.class_names)), dtype=np.float32)
-    num_runs = folds.count
-    if run.probe is not None and run.probe.features:
-        num_runs = 0
-        if is_main:
-            balanced = run.data.class_balance == "weights"
-            logits = predict_folds_by_probe(run.probe, folds.numbers, balanced=balanced)
-    # not decoded: each fold has a preprocessing of its own
-    source = splits.split("train")
-    place_of = {image_id: place for place, image_id in enumerate(source.ids)}
-    for fold in range(num_runs):
-        is_out = folds.numbers == fold
-        ids = [images.ids[index] for index in np.flatnonzero(is_out).tolist()]
-        part_directory = directory / FOLDS / str(fold + 1)
-        if is_main:
-            part_directory.mkdir(parents=True, exist_ok=True)
-            echo(f"fold {fold + 1} of {num_runs}", err=True)
-        part = build(
-            run.data.config,
-            directory=part_directory,
-            splits=replace(splits, written={CROSS_VALIDATION: ids}, num_trained_on=None),
-            user_model=copy.deepcopy(module),
+    if fitted is not None and fitted.features:
+        logits = predict_by_other_folds(
+            fitted.features,
+            images.labels,
+            folds,
+            num_classes=num_classes,
+            groups=images.groups,
+            balanced=run.data.class_balance == "weights",
         )
-        left_out = source.subset([place_of[image_id] for image_id in ids])
-        try:
-            logits[is_out] = _train_and_predict(part, left_out, resume=resume)
-        except TrainingInterrupted as stopped:
-            raise TrainingInterrupted(
-                f"stopped in fold {fold + 1}; continue with --resume --output {directory}"
-            ) from stopped
-    measured = np.flatnonzero(folds.numbers >= 0)
+    else:
+        logits = np.zeros((len(images), num_classes), dtype=np.float32)
+        # not decoded: each fold has a preprocessing of its own
+        source = splits.split("train")
+        place_of = {image_id: place for place, image_id in enumerate(source.ids)}
+        for fold in range(num_folds):
+            ids = [images.ids[index] for index in np.flatnonzero(folds == fold).tolist()]
+            part_directory = directory / FOLDS / str(fold + 1)
+            if is_main:
+                part_directory.mkdir(parents=True, exist_ok=True)
+                echo(f"fold {fold + 1} of {num_folds}", err=True)
+            part = build(
+                run.data.config,
+                directory=part_directory,
+                splits=replace(splits, written={CROSS_VALIDATION: ids}, num_trained_on=None),
+                user_model=copy.deepcopy(module),
+            )
+            left_out = source.subset([place_of[image_id] for image_id in ids])
+            try:
+                logits[folds == fold] = _train_and_predict(part, left_out, resume=resume)
+            except TrainingInterrupted as stopped:
+                raise TrainingInterrupted(
+                    f"stopped in fold {fold + 1}; continue with --resume --output {directory}"
+                ) from stopped
+    measured = np.flatnonzero(folds >= 0)
     answers = logits[measured]
     scores = score_logits(answers, images.labels[measured])
     if is_main:
         save_predictions(directory / PREDICTIONS_FILE, images.subset(measured), scores, answers)
     return (
-        f"{folds.count}-fold cross-validation of {len(measured):,} images"
-        f"{name_always_trained(folds.numbers, images.labels, images.class_names)}"
+        f"{num_folds}-fold cross-validation of {len(measured):,} images"
+        f"{name_always_trained(folds, images.labels, images.class_names)}"
         f"; vit evaluate {directory} reports on them"
     )
 

@@ -100,7 +100,7 @@ class Progress:
 
     Attributes:
         total_steps: Steps that fit into the time; None: those of the plan.
-        max_minutes: Time limit; None: there is none.
+        planned: Steps of the full plan, and its minutes or None.
         longer_from: See `TrainingPlan`.
         best_step: Step of the best model; 0: there is no model yet, or that of before the first.
         best: Measures of the best model on the validation images, by name.
@@ -111,7 +111,7 @@ class Progress:
     step_in_epoch: int = 0
     step: int = 0
     total_steps: int | None = None
-    max_minutes: float | None = None
+    planned: tuple[int, float | None] = (0, None)
     longer_from: int = 0
     best_step: int = 0
     best: dict[str, float] = dataclasses.field(default_factory=dict)

@@ -11,14 +11,13 @@ from vit.data.dataset import ImageDataset
 from vit.model.logits import cut_model
 from vit.model.vision_transformer import VisionTransformer
 from vit.prediction.batch_predictor import Features, compute_features
-from vit.prediction.probabilities import Float32s
 from vit.runtime.numbers import format_percent
 from vit.runtime.processes import current_process
 from vit.runtime.progress import show_progress
 from vit.training.data import TrainingData
-from vit.training.folds import Folds, assign_folds, name_always_trained
+from vit.training.folds import assign_folds, name_always_trained
 from vit.training.learning_curve import measure_learning_curve
-from vit.training.linear_probe import LinearProbe, fit_probe, predict_by_other_folds
+from vit.training.linear_probe import LinearProbe, fit_probe
 from vit.training.model import set_up_training
 from vit.training.validation import build_predictor
 
@@ -95,19 +94,6 @@ def build_probed_model(config: Config, model: nn.Module, probe: LinearProbe) -> 
     probed = cut_model(model, probe.readout, weight=weight, bias=bias)
     set_up_training(config, probed)
     return probed
-
-
-def predict_folds_by_probe(fitted: FittedProbe, folds: Folds, *, balanced: bool) -> Float32s:
-    """Predict each image by a probe that has seen neither it nor another image of its group."""
-    images = fitted.images
-    return predict_by_other_folds(
-        fitted.features,
-        images.labels,
-        folds,
-        num_classes=len(images.class_names),
-        groups=images.groups,
-        balanced=balanced,
-    )
 
 
 def _choose_images(dataset: ImageDataset, max_images: int | bool) -> ImageDataset:

@@ -214,7 +214,7 @@ def train(
         divided = None
         if folds is not None:
             divided = divide_images(run, folds)
-            reasons["folds"] = f"{divided.count}, each left out of a run like this one"
+            reasons["folds"] = f"{divided[1].max() + 1}, each left out of a run like this one"
         if is_chosen:
             # The minutes are for the choice, the images and the probe, too.
             trainer.seconds_before = time.perf_counter() - started_at
@@ -239,7 +239,7 @@ def train(
         complete_model_file(run, directory)
         if divided is not None:
             sentence = cross_validate(
-                run, divided, build, module=initial_model, directory=directory, resume=resume
+                run, *divided, build, module=initial_model, directory=directory, resume=resume
             )
             if show_plan and process.is_main:
                 echo(sentence, err=True)

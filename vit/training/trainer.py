@@ -67,7 +67,8 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.process = current_process()
-        self.progress = Progress(max_minutes=self.plan.settings.max_minutes)
+        self._planned = (self.plan.total_steps, self.plan.settings.max_minutes)
+        self.progress = Progress(planned=self._planned)
         # True for a run that had ended, and is trained longer from now on
         self.is_longer = False
         self.writer = BackgroundWriter()
@@ -322,7 +323,7 @@ class Trainer:
         origin = f"the checkpoint of step {values['progress']['step']}"
         self.progress = Progress(**values["progress"])
         recorded = values["identity"]
-        self.is_longer = self._wants_longer(recorded)
+        self.is_longer = self._wants_longer()
         if self.is_longer:
             recorded = recorded | {name: self.identity[name] for name in LENGTHS}
             self.progress.longer_from = self.progress.step
@@ -331,7 +332,7 @@ class Trainer:
         self._saved_step = self.progress.step
         if self.progress.total_steps is not None or self.progress.longer_from:
             self._set_length(self.progress.total_steps or self._full_plan.total_steps)
-        self.progress.max_minutes = self.plan.settings.max_minutes
+        self.progress.planned = self._planned
         self.train_step.load_state_dict(values["state"])
 
         if self.process.is_main and self.progress.has_model:
@@ -344,28 +345,22 @@ class Trainer:
                 self.writer.wait()
         return True
 
-    def _wants_longer(self, recorded: dict[str, Any]) -> bool:
-        """Return whether the run of a checkpoint had ended, and now has more epochs, steps or
-        minutes. Raises ValueError if its minutes are over."""
-        progress, settings = self.progress, self.plan.settings
-        # the length that it had
-        epochs, max_steps = (recorded.get(name) for name in LENGTHS)
-        if epochs is None:
+    def _wants_longer(self) -> bool:
+        """Return whether the run of a checkpoint had ended, and now has more steps or minutes.
+        Raises ValueError if its minutes are over."""
+        progress = self.progress
+        steps, minutes = progress.planned
+        new_steps, new_minutes = self._planned
+        has_ended = progress.step >= (progress.total_steps or steps) and not progress.step_in_epoch
+        has_more_time = minutes is not None and (new_minutes is None or new_minutes > minutes)
+        has_more = has_more_time or new_steps > steps > 0
+        if not (has_ended and has_more) or new_steps <= progress.step:
             return False
-        end = epochs * self.plan.steps_per_epoch
-        if max_steps is not None:
-            end = min(end, max_steps)
-        has_ended = progress.step >= (progress.total_steps or end) and not progress.step_in_epoch
-        had, minutes = progress.max_minutes, settings.max_minutes
-        has_more_time = had is not None and (minutes is None or minutes > had)
-        has_more = has_more_time or self.plan.total_steps > end
-        if not has_ended or not has_more or self.plan.total_steps <= progress.step:
-            return False
-        if minutes is not None and not has_more_time:
+        if new_minutes is not None and not has_more_time:
             was_shortened = progress.total_steps is not None
-            if was_shortened or progress.elapsed_seconds > 60 * minutes:
+            if was_shortened or progress.elapsed_seconds > 60 * new_minutes:
                 raise ValueError(
-                    f"the run has used its {minutes:g} minutes; to train it longer, give more"
+                    f"the run has used its {new_minutes:g} minutes; to train it longer, give more"
                     " --minutes or train.max_minutes=null"
                 )
         return True
