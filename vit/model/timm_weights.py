@@ -22,9 +22,6 @@ from vit.runtime.arguments import Size, first_line
 from vit.runtime.hub import offline_if_unreachable
 from vit.runtime.places import suggest
 
-# Arguments of `timm.create_model` that a description has by itself.
-_DESCRIBED = ("num_classes", "img_size")
-
 
 def create_timm(name: str) -> nn.Module:
     """Create a pretrained module of timm in evaluation mode, of a name in timm or of a folder.
@@ -46,7 +43,7 @@ def create_timm(name: str) -> nn.Module:
     except Exception as error:  # An odd config.json raises almost any exception in timm.
         raise ValueError(f"timm can't load {name!r} ({first_line(error)})") from error
     if is_folder:
-        module._model_args = read_object(folder / "config.json").get("model_args")
+        vars(module)["_model_args"] = read_object(folder / "config.json").get("model_args")
     return module.eval()
 
 
@@ -61,7 +58,7 @@ def describe_module(
     values = {"name": name, "timm": timm_name, "img_size": img_size if takes_size else None}
     # timm keeps the arguments of a module, in older versions `create_timm` and `build_module` do.
     arguments = getattr(module, "_model_args", None) or {}
-    values["args"] = {key: value for key, value in arguments.items() if key not in _DESCRIBED}
+    values["args"] = {key: value for key, value in arguments.items() if key != "num_classes"}
     # A model that was changed after timm built it doesn't fit its name any more, and JSON can't hold
     # each argument.
     with suppress(ValueError, TypeError):
@@ -91,28 +88,26 @@ def build_module(values: Mapping[str, Any], *, num_classes: int, device: str = "
             f"{values['name']} can't be built from its file alone ({first_line(error)}); use"
             " vit.load_bundle(path, model=…)"
         ) from error
-    module._model_args = arguments
+    vars(module)["_model_args"] = arguments
     return module.eval()
 
 
 def build_dinov3(weights: StateDict, *, origin: str) -> nn.Module:
     """Build timm's module of a published ViT of DINOv3, whose names timm's loader converts. Raises
     ValueError if timm has none of this size."""
-    sizes = (len(weights["cls_token"].flatten()), count_blocks(weights))
     is_gated = "blocks.0.mlp.w1.weight" in weights
+    sizes = (len(weights["cls_token"].flatten()), count_blocks(weights), is_gated)
     has_bias = "blocks.0.attn.qkv.bias" in weights
     # First those with this bias, which the others would leave out.
     for name in sorted(timm.list_models("vit_*dinov3*"), reverse=has_bias):
         with torch.device("meta"):
             net: Any = timm.create_model(name)
-        if (net.embed_dim, len(net.blocks)) == sizes and hasattr(
-            net.blocks[0].mlp, "fc1_g"
-        ) == is_gated:
+        if (net.embed_dim, len(net.blocks), hasattr(net.blocks[0].mlp, "fc1_g")) == sizes:
             module: nn.Module = timm.create_model(
                 name, pretrained=True, pretrained_cfg_overlay={"state_dict": weights}
             )
             return module.eval()
-    raise ValueError(f"{origin}: timm has no DINOv3 of width and depth {sizes}")
+    raise ValueError(f"{origin}: timm has no DINOv3 of width and depth {sizes[:2]}")
 
 
 def prepare_timm(module: nn.Module, *, num_classes: int, drop_path_rate: float) -> nn.Module:
