@@ -58,7 +58,7 @@ def test_folds_of_a_run_are_trained_as_it_is_configured(arrays: Arrays, tmp_path
         # the model of the run has seen all images
         assert run.bundle.data["splits"]["train"]["num_images"] == 90
         steps = [load_bundle(folder).metadata["step"] for folder in tmp_path.glob("folds/*")]
-        assert steps == [8, 8, 8]
+        assert steps == [6, 6, 6]
         found = np.load(tmp_path / "predictions.npz")
         # two epochs of one block tell most colours
         assert (found["labels"] == found["predicted"]).mean() > 0.5

@@ -25,7 +25,7 @@ def print_plan(run: Run, choices: dict[str, str], *, resumed: bool) -> None:
         trainer = run.trainer
         text = f"resuming after step {trainer.progress.step} of {trainer.plan.total_steps}"
         if trainer.is_longer:
-            text += ": the run had ended; its learning rate falls again from the highest value"
+            text += ": the run had ended, and its learning rate falls again from the highest value"
         console.print(text, soft_wrap=True)
         return
     for sentence in train.notes:

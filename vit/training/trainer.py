@@ -1,10 +1,8 @@
 """The training loop: epochs of steps, an evaluation, a checkpoint.
 
-All random numbers of a step are a function of (seed, step, rank), and the batches are a function of
-(seed, epoch). A run that stops anywhere and goes on from its last checkpoint therefore ends, bit
-for bit, as an uninterrupted run does. This holds on the same kind of device, in the same precision
-and with the same torch; on a GPU with `train.deterministic`, because its kernels otherwise add up
-in any order.
+All random numbers of a step are a function of (seed, step, rank), and the batches of (seed, epoch).
+A run that goes on from its last checkpoint therefore ends, bit for bit, as an uninterrupted one
+does, under the conditions in docs/architecture.md.
 """
 
 import contextlib
