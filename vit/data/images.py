@@ -11,6 +11,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
+from vit.data.colour import convert_to_srgb
 from vit.data.depth import (
     DICOM_SUFFIX,
     DeepImage,
@@ -119,15 +120,18 @@ def read_image(
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """Convert an image of any mode to RGB: transparency is put on white, and an image of more than
+    """Convert an image of any mode to sRGB: transparency is put on white, and an image of more than
     8 bits a channel becomes a `DeepImage`."""
     if isinstance(image, DeepImage):
         return image
     if is_deep(image):
         return read_deep(image)
+    profile = image.info.get("icc_profile")
     if image.mode in ("LA", "PA", "RGBA") or "transparency" in image.info:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    if profile:
+        return convert_to_srgb(image, profile)
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
