@@ -265,7 +265,11 @@ def _average(members: Sequence[Bundle]) -> Bundle:
                     f" {shorten(two)}"
                 )
     hashes = [member.training_hashes for member in members if member.training_hashes is not None]
-    joined = np.concatenate(hashes, axis=1) if len(hashes) == len(members) else None
+    joined = None
+    if len(hashes) == len(members):
+        # some may lack those of frames
+        num_hashes = min(map(len, hashes))
+        joined = np.concatenate([each[:num_hashes] for each in hashes], axis=1)
     model = AveragedModel(
         [member.model for member in members],
         temperatures=[member.temperature for member in members],

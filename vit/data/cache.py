@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from vit.data.dataset import DecodedPixels, ImageDataset, check_unreadable
-from vit.data.duplicates import compute_dhash, hash_pixels
+from vit.data.duplicates import NUM_HASHES, hash_image
 from vit.data.preprocess import IMAGENET_MEAN, IMAGENET_STD, Preprocess
 from vit.data.sources.base import ImageReader, read_digests
 from vit.runtime.files import (
@@ -179,7 +179,7 @@ def _build(
         # writing through a memory map to a full disk would kill the process
         with path.open("r+b") as file:
             os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
-    hashes = np.zeros((2, count), dtype=np.uint64)
+    hashes = np.zeros((NUM_HASHES, count), dtype=np.uint64)
     failures: _Failures = {}
     is_alone = workers in (0, 1) or count < _FEW or dataset.reader.in_process
     num_jobs = 1 if is_alone else workers or -1
@@ -214,13 +214,13 @@ def _decode_chunk(
     reader: ImageReader, rows: np.ndarray, pixels: np.ndarray, preprocess: Preprocess
 ) -> tuple[np.ndarray, np.ndarray, _Failures]:
     """Decode images into these rows of a memory map. Return the rows, the images' hashes, uint64
-    [2, n], and the failures."""
-    hashes = np.zeros((2, len(rows)), dtype=np.uint64)
+    [18, n], and the failures."""
+    hashes = np.zeros((NUM_HASHES, len(rows)), dtype=np.uint64)
     failures: _Failures = {}
     for index, row in enumerate(rows.tolist()):
         try:
             image = preprocess.to_rgb(reader.image(index))
-            hashes[:, index] = hash_pixels(image), compute_dhash(image)
+            hashes[:, index] = hash_image(image)
             pixels[row] = preprocess.to_uint8(image)
         except (ValueError, OSError) as error:
             failures[row] = str(error)

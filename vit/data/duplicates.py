@@ -7,6 +7,7 @@ import numpy as np
 from PIL import Image
 
 from vit.data.depth import DeepImage
+from vit.data.frames import NUM_WORDS, compute_frame_signs, find_frames
 
 # bits of 64 by which near-duplicates may differ
 _NEAR = 6
@@ -14,6 +15,8 @@ _NEAR = 6
 _FLAT = 8
 # pixels; many smaller images of one class have equal hashes
 _MIN_SIDE = 16
+# numbers of `hash_image`
+NUM_HASHES = 2 + NUM_WORDS
 
 
 def hash_pixels(image: Image.Image) -> int:
@@ -41,20 +44,28 @@ def compute_dhash(image: Image.Image) -> int:
     return int.from_bytes(np.packbits(bits).tobytes(), "big")
 
 
+def hash_image(image: Image.Image) -> list[int]:
+    """Compute the 18 numbers of 64 bits by which copies, near-copies and frames of an RGB image are
+    found: `hash_pixels`, `compute_dhash` and `compute_frame_signs`."""
+    signs = compute_frame_signs(image) if min(image.size) >= _MIN_SIDE else [0] * NUM_WORDS
+    return [hash_pixels(image), compute_dhash(image), *signs]
+
+
 def find_duplicates(
-    hashes: np.ndarray, training_hashes: np.ndarray
+    hashes: np.ndarray, training_hashes: np.ndarray, strata: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Find images that were in training, also mirrored, by the `hash_pixels` and `compute_dhash` of
-    each, uint64 [2, n] and [2, m]. Exact pairs are certain, near ones are suspects. Flat images,
-    whose hashes are nearly all zeros or ones, are compared by pixels only.
+    """Find images that were in training, also mirrored, or of which it had another frame, by the
+    `hash_image` of each, uint64 [18, n] and [18, m] or [2, m]. Exact pairs are certain, near ones
+    are suspects. Flat images, whose hashes are nearly all zeros or ones, are compared by pixels
+    only, and frames are looked for with `strata`, the classes of the images, [n].
 
     Returns:
-        Pairs with the same pixels, and pairs with other pixels and the closest perceptual hash;
-        each int64 [p, 2] of (index among `hashes`, index among `training_hashes`), at most one for
-        an image that is searched.
+        Pairs with the same pixels, and pairs with other pixels that are near-copies or frames of
+        one scene; each int64 [p, 2] of (index among `hashes`, index among `training_hashes`), at
+        most one for an image that is searched.
     """
-    digests, dhashes = hashes
-    training_digests, training_dhashes = training_hashes
+    digests, dhashes = hashes[:2]
+    training_digests, training_dhashes = training_hashes[:2]
     place_of: dict[int, int] = {}
     for place, digest in enumerate(training_digests.tolist()):
         # exact pairs take the first training image with the same pixels
@@ -77,6 +88,12 @@ def find_duplicates(
         distances = min((np.bitwise_count(known ^ dhash) for dhash in pair), key=np.min)
         if distances.min() <= _NEAR:
             near.append((index, candidates[distances.argmin()]))
+    known_places = {index for index, _ in (*exact, *near)}
+    if strata is not None and len(training_hashes) == len(hashes) == NUM_HASHES:
+        for index, place in find_frames(hashes[2:], strata, training_hashes[2:]).tolist():
+            if index not in known_places:
+                near.append((index, place))
+                known_places.add(index)
     exact_pairs, near_pairs = (np.array(pairs, np.int64).reshape(-1, 2) for pairs in (exact, near))
     return exact_pairs, near_pairs
 
@@ -89,7 +106,7 @@ def find_pairs(hashes: np.ndarray) -> list[tuple[int, int, bool]]:
     hashes, so that the names and the order of the files don't matter. Near-copies of an image are
     near to it, and not by way of a third one: photos of one texture form no chain.
     """
-    digests, dhashes = hashes
+    digests, dhashes = hashes[:2]
     # the first image with the same pixels
     _, firsts, inverse = np.unique(digests, return_index=True, return_inverse=True)
     originals = firsts[inverse.reshape(-1)]

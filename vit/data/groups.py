@@ -4,22 +4,27 @@ burst, and copies. Otherwise a test measures how well the model has memorised th
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import NamedTuple
 
 import numpy as np
 
 from vit.data.dataset import ImageDataset
-from vit.data.duplicates import compute_dhash, find_pairs, hash_pixels
+from vit.data.duplicates import NUM_HASHES, find_pairs, hash_image
+from vit.data.frames import find_frames
 from vit.data.patterns import search_group
 from vit.data.sources.base import compute_once, hash_bytes, read_digests
 from vit.runtime.arguments import shorten
 from vit.runtime.files import default_cache_dir
 
-# largest number of images that are decoded and compared with one another; it takes seconds
-MAX_COMPARED = 5000
+# largest numbers of images that are decoded and compared for frames, and for near-copies
+MAX_COMPARED = 20_000
+MAX_NEAR_COPIES = 5000
 # Near-copies that aren't joined: more images of a class than this number, and than this share of
 # the class. A burst is smaller; photos of one texture are more.
 _MAX_ALIKE = 10
 _MAX_SHARE = 0.1
+# A scene isn't kept together if it has more than this share of a class: little would be left.
+_MAX_SCENE_SHARE = 0.5
 # orders in which groups are tried until every class with enough groups is in each split
 _NUM_DRAWS = 20
 # smallest side in pixels at which JPEG files are decoded for their hashes
@@ -41,40 +46,83 @@ def find_groups(dataset: ImageDataset, group_by: int | str) -> tuple[str, ...]:
 
 
 def hash_images(dataset: ImageDataset) -> np.ndarray:
-    """Compute the hashes of `vit.data.duplicates`, uint64 [2, n], from JPEG files decoded at a
-    fraction of their size. The cache keeps them by the bytes of the images. More than 5,000 images
-    are hashed by the bytes of their files alone, which finds no near-copies."""
+    """Compute the `hash_image` of each image, uint64 [18, n], from JPEG files decoded at a fraction
+    of their size. The cache keeps them by the bytes of the images. More than 5,000 images are
+    hashed by the bytes of their files and by frames, which finds no near-copies, and more than
+    20,000 by their bytes alone."""
 
-    def hash_image(index: int) -> tuple[int, int]:
+    def hash_at(index: int) -> list[int]:
         try:
-            image = dataset.reader.image(index, draft_side=_DRAFT_SIDE)
+            return hash_image(dataset.reader.image(index, draft_side=_DRAFT_SIDE))
         except (ValueError, OSError):
-            return hash_bytes(dataset.ids[index].encode(errors="surrogateescape")), 0
-        return hash_pixels(image), compute_dhash(image)
+            name = dataset.ids[index].encode(errors="surrogateescape")
+            return [hash_bytes(name)] + [0] * (NUM_HASHES - 1)
 
     cache_dir = default_cache_dir()
     digests = read_digests(dataset.reader, cache_dir)
-    if len(dataset) > MAX_COMPARED:
-        return np.stack([digests, np.zeros_like(digests)])
-    name = hash_bytes(f"{dataset.name} {dataset.reader.place}".encode(errors="replace"))
-    path = cache_dir / "hashes" / f"{name:016x}.npz"
-    return compute_once(path, digests[:, None], hash_image).T
+    hashes = np.zeros((NUM_HASHES, len(dataset)), dtype=np.uint64)
+    if len(dataset) <= MAX_COMPARED:
+        name = hash_bytes(f"{dataset.name} {dataset.reader.place}".encode(errors="replace"))
+        path = cache_dir / "frames" / f"{name:016x}.npz"
+        hashes = compute_once(path, digests[:, None], hash_at).T
+    if len(dataset) > MAX_NEAR_COPIES:
+        hashes[0], hashes[1] = digests, 0
+    return hashes
+
+
+class Joined(NamedTuple):
+    """Groups of images that stay together, and why: the number of images that have a copy in their
+    group, of those that resemble so many others that they aren't joined, of the frames of scenes,
+    and of these scenes."""
+
+    groups: tuple[str, ...]
+    num_copies: int
+    num_alike: int
+    num_frames: int
+    num_scenes: int
 
 
 def join_duplicates(
     groups: Sequence[str], labels: np.ndarray, hashes: np.ndarray, *, num_splits: int
-) -> tuple[tuple[str, ...], int, int]:
-    """Join groups that share an image or a near-copy of one.
+) -> Joined:
+    """Join groups that share an image, a near-copy of one, or a scene.
 
     Near-copies that would join more than a tenth of a class, and more than ten images, aren't
-    joined: only equal pixels are. A class that would have fewer groups than splits keeps its own.
-
-    Returns:
-        Group of each image, the number of images that have a copy in their group, and of those that
-        resemble so many others that they aren't joined.
+    joined, nor frames that would join more than half of a class: only equal pixels are. A class
+    that would have fewer groups than splits keeps its own.
     """
     pairs = find_pairs(hashes)
     classes = labels.tolist()
+    kept = _drop_large(groups, classes, pairs, _MAX_SHARE)
+    frames = [(*pair, False) for pair in find_frames(hashes[2:], labels).tolist()]
+    kept_frames = _drop_large(_join(groups, kept), classes, frames, _MAX_SCENE_SHARE)
+    shown, copies, alike = (
+        {index for pair in chosen for index in pair[:2]}
+        for chosen in (kept_frames, kept, {*pairs, *frames} - {*kept, *kept_frames})
+    )
+    result = np.array(_join(groups, [*kept, *kept_frames]), dtype=object)
+    original = np.array(groups, dtype=object)
+    for label in set(classes):
+        in_class = labels == label
+        if len(set(result[in_class])) < min(num_splits, len(set(original[in_class]))):
+            result[in_class] = original[in_class]
+            members = set(np.flatnonzero(in_class).tolist())
+            alike |= (copies | shown) & members
+            copies -= members
+            shown -= members
+    scenes = {result[index] for index in shown}
+    num_copies, num_alike = len(copies - shown), len(alike - shown)
+    return Joined(tuple(result), num_copies, num_alike, len(shown), len(scenes))
+
+
+def _drop_large(
+    groups: Sequence[str],
+    classes: Sequence[int],
+    pairs: Sequence[tuple[int, int, bool]],
+    max_share: float,
+) -> list[tuple[int, int, bool]]:
+    """Leave out the pairs, but for equal pixels, by which groups would have more than ten images
+    and more than a share of a class."""
     joined = _join(groups, pairs)
     # images of each class in each group, before and after near-copies are joined
     class_sizes = Counter(classes)
@@ -86,21 +134,9 @@ def join_duplicates(
     too_large = {
         root
         for (root, label), size in sizes.items()
-        if size > max(_MAX_ALIKE, _MAX_SHARE * class_sizes[label], largest[root, label])
+        if size > max(_MAX_ALIKE, max_share * class_sizes[label], largest[root, label])
     }
-    kept = [pair for pair in pairs if pair[2] or joined[pair[0]] not in too_large]
-    alike = {index for pair in set(pairs) - set(kept) for index in pair[:2]}
-    copies = {index for pair in kept for index in pair[:2]}
-    result = np.array(_join(groups, kept), dtype=object)
-    original = np.array(groups, dtype=object)
-    for label in class_sizes:
-        in_class = labels == label
-        if len(set(result[in_class])) < min(num_splits, len(set(original[in_class]))):
-            result[in_class] = original[in_class]
-            members = set(np.flatnonzero(in_class).tolist())
-            alike |= copies & members
-            copies -= members
-    return tuple(result), len(copies), len(alike)
+    return [pair for pair in pairs if pair[2] or joined[pair[0]] not in too_large]
 
 
 def _join(groups: Sequence[str], pairs: Sequence[tuple[int, int, bool]]) -> list[str]:

@@ -22,6 +22,7 @@ from vit.data.corrections import correct_labels
 from vit.data.dataset import ImageDataset, ImageRule
 from vit.data.groups import (
     MAX_COMPARED,
+    MAX_NEAR_COPIES,
     choose_whole_groups,
     find_groups,
     hash_images,
@@ -194,28 +195,33 @@ class DatasetSplits:
             self._kept_together.append(f"{len(set(dataset.groups)):,} groups stay whole")
         if not self.rule.group_duplicates:
             return dataset
-        if len(dataset) > MAX_COMPARED:
+        if len(dataset) > MAX_NEAR_COPIES:
+            kind = "near-copies and frames" if len(dataset) > MAX_COMPARED else "near-copies"
             self._kept_together.append(
-                f"of more than {MAX_COMPARED:,} images, copies are found by the bytes of their"
-                " files alone, and near-copies may be on both sides"
+                f"of more than {MAX_NEAR_COPIES:,} images, copies are found by the bytes of their"
+                f" files alone, and {kind} may be on both sides"
             )
-        groups, num_copies, num_alike = join_duplicates(
+        joined = join_duplicates(
             dataset.groups or dataset.ids,
             dataset.strata,
             hash_images(dataset),
             # images that aren't split here may be divided into folds
             num_splits=max(1 + len(self._held_out), 2),
         )
-        if num_alike:
+        if joined.num_alike:
             self._kept_together.append(
-                f"{num_alike:,} images resemble so many others of their class (photos of one"
+                f"{joined.num_alike:,} images resemble so many others of their class (photos of one"
                 " texture?) that near-copies among them may be on both sides"
             )
-        if not num_copies:
+        if joined.num_frames:
+            text = f"{joined.num_frames:,} photos are of {joined.num_scenes:,} scenes"
+            self._kept_together.append(f"{text}, each kept on one side")
+        if joined.num_copies:
+            text = f"{joined.num_copies:,} images have a copy or a near-copy"
+            self._kept_together.append(f"{text}, which is on the same side")
+        if not joined.num_copies + joined.num_frames:
             return dataset
-        text = f"{num_copies:,} images have a copy or a near-copy, which is on the same side"
-        self._kept_together.append(text)
-        return replace(dataset, groups=groups)
+        return replace(dataset, groups=joined.groups)
 
 
 def number_listing(listing: Listing, rule: ImageRule, *, name: str, title: str) -> DatasetSplits:

@@ -132,7 +132,7 @@ def open_data(
 class TrainTestOverlap:
     """Evaluated images that were in training: metrics on them don't measure generalisation.
 
-    `exact` ones have the same pixels, `near` ones are recoded, resized, mirrored or very similar;
+    `exact` ones have the same pixels, `near` ones are recoded, resized, mirrored, or another frame;
     `examples` names up to 20, exact ones first; `accuracy_without` is the top-1 accuracy, or exact
     match, of the other images, null without any.
     """
@@ -150,7 +150,9 @@ def find_overlap(
     # training that decodes its images batch by batch records no hashes
     if bundle.training_hashes is None or images.dataset.hashes is None:
         return None
-    exact, near = find_duplicates(images.dataset.hashes, bundle.training_hashes)
+    exact, near = find_duplicates(
+        images.dataset.hashes, bundle.training_hashes, images.dataset.strata
+    )
     indices = [*exact[:, 0].tolist(), *near[:, 0].tolist()]
     others = np.delete(is_correct, indices)
     names = [images.ids[index] for index in indices[:_MAX_NAMES]]

@@ -8,7 +8,7 @@ their metadata is empty.
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,11 +30,14 @@ _KEY = "vit"  # a single key: with several, safetensors writes them in random or
 _CHECKSUM = "content_sha256"
 _NEEDED = {"class_names": list, "config": dict, "data": dict, "preprocess": dict}
 # arrays that are kept among the weights
-_HASHES = ("training_hashes/digests", "training_hashes/perceptual")
+_HASHES = (
+    *("training_hashes/digests", "training_hashes/perceptual"),
+    "training_hashes/frames",  # none in older files, nor of many images
+)
 _LIKENESS = ("likeness/training_features", "likeness/distances")
 StateDict = dict[str, Tensor]
 Metadata = Mapping[str, Any]
-Hashes = NDArray[np.uint64]  # [2, n], see `vit.data.duplicates`
+Hashes = NDArray[np.uint64]  # [2 or 18, n], see `vit.data.duplicates.hash_image`
 
 
 class Likeness(NamedTuple):
@@ -109,25 +112,24 @@ def read_model_file(path: Path) -> ModelFile:
         tensors,
         metadata,
         # safetensors has no unsigned integers: they are stored as signed ones of the same bits
-        None if hashes is None else np.stack(hashes).view(np.uint64),
-        likeness and Likeness(*likeness),
+        np.vstack(hashes).view(np.uint64) if hashes else None,
+        Likeness(*likeness) if likeness else None,
     )
 
 
-def _take(tensors: StateDict, names: tuple[str, str]) -> tuple[Any, Any] | None:
-    """Remove two arrays that `write_model_file` has put among the weights, and return them."""
-    if names[0] not in tensors:
-        return None
-    first, second = (tensors.pop(name).numpy() for name in names)
-    return first, second
+def _take(tensors: StateDict, names: Sequence[str]) -> list[Any]:
+    """Remove the arrays that `write_model_file` has put among the weights, and return them."""
+    return [tensors.pop(name).numpy() for name in names if name in tensors]
 
 
 def write_model_file(path: Path, content: ModelFile) -> None:
     """Write `content` atomically. Equal contents give equal bytes."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in content.weights.items()}
     if content.training_hashes is not None:
-        for name, hashes in zip(_HASHES, content.training_hashes, strict=True):
-            tensors[name] = torch.from_numpy(hashes.view(np.int64))
+        digests, perceptual, *frames = np.array(content.training_hashes).view(np.int64)
+        for name, values in zip(_HASHES, (digests, perceptual, np.array(frames)), strict=True):
+            if values.size:
+                tensors[name] = torch.from_numpy(values)
     if content.likeness is not None:
         for name, values in zip(_LIKENESS, content.likeness, strict=True):
             tensors[name] = torch.from_numpy(values)

@@ -3,11 +3,11 @@
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 from torch import nn
 
 from vit.bundle import MULTILABEL, Bundle
 from vit.config import values_to_save
+from vit.data.groups import MAX_COMPARED
 from vit.model.find_file import MODEL_FILE
 from vit.model.model_file import write_model_file
 from vit.runtime.processes import current_process
@@ -49,6 +49,10 @@ def write_bundle(
     }
     if train.is_multilabel:
         facts["task"] = MULTILABEL
+    hashes = train.hashes
+    # frames of many images would take much of the file
+    if hashes is not None and len(train) > MAX_COMPARED:
+        hashes = hashes[:2]
     bundle = Bundle(
         model=model,
         preprocess=data.preprocess,
@@ -58,8 +62,7 @@ def write_bundle(
         config=config,
         data=facts,
         metadata={"run_id": run_id, "step": step},
-        # safetensors takes contiguous arrays only
-        training_hashes=None if train.hashes is None else np.ascontiguousarray(train.hashes),
+        training_hashes=hashes,
     )
     content = bundle.to_file(weights)
     writer.submit(partial(write_model_file, directory / MODEL_FILE, content))

@@ -1,0 +1,67 @@
+"""Classes whose mirror images look like another class, such as arrows to the left and to the right."""
+
+from contextlib import suppress
+from itertools import product
+
+import numpy as np
+
+from vit.data.dataset import ImageDataset
+from vit.data.frames import compute_frame_signs, unpack_signs
+
+# images that are compared
+_SAMPLE = 400
+# cells of 32 by which images may be shifted against each other
+_SHIFTS = range(-6, 7, 2)
+# of the mirror images of a class, so many more of 100 resemble the other class than their own, and
+# so many standard deviations more than by chance
+_MIN_SHARE = 0.3
+_MIN_DEVIATIONS = 3
+
+
+def find_mirrored_classes(dataset: ImageDataset) -> tuple[str, str] | None:
+    """Find the two classes that mirror images of each other look most like, by the most similar one
+    of a sample of images; None without such classes, or where an image may have several labels."""
+    if dataset.is_multilabel:
+        return None
+    order = np.random.default_rng(0).permutation(len(dataset))
+    # as many images of each class
+    ranks = np.zeros(len(dataset), dtype=np.int64)
+    for places in map(np.flatnonzero, dataset.labels[order] == np.unique(dataset.labels)[:, None]):
+        ranks[places] = np.arange(len(places))
+    words, labels = [], []
+    for index in order[np.argsort(ranks, kind="stable")[:_SAMPLE]].tolist():
+        with suppress(ValueError, OSError):
+            words.append(compute_frame_signs(dataset.reader.image(index, draft_side=128)))
+            labels.append(dataset.labels[index])
+    if not words:
+        return None
+    signs = unpack_signs(np.array(words, dtype=np.uint64).T)
+    num_classes = len(dataset.class_names)
+    # class of the images, and of the most similar ones, [C, C]
+    plain, mirrored = (
+        np.histogram2d(labels, np.array(labels)[nearest], bins=np.arange(num_classes + 1) - 0.5)[0]
+        for nearest in (_find_nearest(signs, signs), _find_nearest(signs[..., ::-1], signs))
+    )
+    sums = mirrored + mirrored.diagonal()[:, None]
+    least = np.maximum(_MIN_SHARE * mirrored.sum(axis=1)[:, None], _MIN_DEVIATIONS * np.sqrt(sums))
+    excess = mirrored - mirrored.diagonal()[:, None] - least
+    # without the mirror, images resemble their own class
+    excess[plain >= plain.diagonal()[:, None]] = -np.inf
+    # in both directions: other mirror images only resemble no class
+    both = np.minimum(excess, excess.T)
+    first, second = np.unravel_index(both.argmax(), both.shape)
+    if both[first, second] < 0:
+        return None
+    return dataset.class_names[first], dataset.class_names[second]
+
+
+def _find_nearest(queries: np.ndarray, signs: np.ndarray) -> np.ndarray:
+    """Find the most similar image at the best shift, but for the one at the same place, int64
+    [n]."""
+    count = len(signs)
+    similarity = np.full((count, count), -np.inf, dtype=np.float32)
+    for shift in product(_SHIFTS, repeat=2):
+        shifted = np.roll(signs, shift, axis=(1, 2)).reshape(count, -1)
+        np.maximum(similarity, queries.reshape(count, -1) @ shifted.T, out=similarity)
+    np.fill_diagonal(similarity, -np.inf)
+    return np.asarray(similarity.argmax(axis=1))
