@@ -53,7 +53,9 @@ def compute_frame_signs(image: Image.Image) -> list[int]:
     return words
 
 
-def find_frames(words: np.ndarray, strata: np.ndarray, others: np.ndarray | None = None) -> np.ndarray:
+def find_frames(
+    words: np.ndarray, strata: np.ndarray, others: np.ndarray | None = None
+) -> np.ndarray:
     """Find frames of one scene among images by their `compute_frame_signs`, uint64 [16, n], and
     classes, int64 [n]; or frames of the scenes of other images, uint64 [16, m].
 
@@ -67,9 +69,9 @@ def find_frames(words: np.ndarray, strata: np.ndarray, others: np.ndarray | None
     none = np.zeros((0, 2), np.int64)
     if min(len(places), len(known_places)) < 2:
         return none
-    signs = known = unpack_signs(words[:, places])
+    signs = known = _unpack(words[:, places])
     if others is not None:
-        known = unpack_signs(others[:, known_places])
+        known = _unpack(others[:, known_places])
     limits = _find_limits(signs, strata[places])
     pairs = _find_candidates(signs, known, is_one_set=others is None)
     pair_limits = limits[pairs[:, 0]]
@@ -86,8 +88,8 @@ def _is_detailed(words: np.ndarray) -> np.ndarray:
     return np.asarray((num_ones >= _MIN_CELLS) & (num_ones <= _SIDE**2 - _MIN_CELLS))
 
 
-def unpack_signs(words: np.ndarray) -> np.ndarray:
-    """Return `compute_frame_signs` of n images, uint64 [16, n], as −1 and 1, float32 [n, 32, 32]."""
+def _unpack(words: np.ndarray) -> np.ndarray:
+    """Return the signs as −1 and 1, float32 [n, 32, 32]."""
     content = np.ascontiguousarray(words.T.astype(">u8"))
     bits = np.unpackbits(content.view(np.uint8), axis=1)
     return bits.reshape(-1, _SIDE, _SIDE) * np.float32(2) - 1

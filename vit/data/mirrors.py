@@ -4,10 +4,11 @@ from contextlib import suppress
 from itertools import product
 
 import numpy as np
+from PIL import Image
 
 from vit.data.dataset import ImageDataset
-from vit.data.frames import compute_frame_signs, unpack_signs
 
+_SIDE = 32
 # images that are compared
 _SAMPLE = 400
 # cells of 32 by which images may be shifted against each other
@@ -28,19 +29,19 @@ def find_mirrored_classes(dataset: ImageDataset) -> tuple[str, str] | None:
     ranks = np.zeros(len(dataset), dtype=np.int64)
     for places in map(np.flatnonzero, dataset.labels[order] == np.unique(dataset.labels)[:, None]):
         ranks[places] = np.arange(len(places))
-    words, labels = [], []
+    edges, labels = [], []
     for index in order[np.argsort(ranks, kind="stable")[:_SAMPLE]].tolist():
         with suppress(ValueError, OSError):
-            words.append(compute_frame_signs(dataset.reader.image(index, draft_side=128)))
+            edges.append(_find_edges(dataset.reader.image(index, draft_side=4 * _SIDE)))
             labels.append(dataset.labels[index])
-    if not words:
+    if not edges:
         return None
-    signs = unpack_signs(np.array(words, dtype=np.uint64).T)
+    cells = np.stack(edges)
     num_classes = len(dataset.class_names)
     # class of the images, and of the most similar ones, [C, C]
     plain, mirrored = (
         np.histogram2d(labels, np.array(labels)[nearest], bins=np.arange(num_classes + 1) - 0.5)[0]
-        for nearest in (_find_nearest(signs, signs), _find_nearest(signs[..., ::-1], signs))
+        for nearest in (_find_nearest(cells, cells), _find_nearest(cells[..., ::-1], cells))
     )
     sums = mirrored + mirrored.diagonal()[:, None]
     least = np.maximum(_MIN_SHARE * mirrored.sum(axis=1)[:, None], _MIN_DEVIATIONS * np.sqrt(sums))
@@ -55,13 +56,26 @@ def find_mirrored_classes(dataset: ImageDataset) -> tuple[str, str] | None:
     return dataset.class_names[first], dataset.class_names[second]
 
 
-def _find_nearest(queries: np.ndarray, signs: np.ndarray) -> np.ndarray:
-    """Find the most similar image at the best shift, but for the one at the same place, int64
-    [n]."""
-    count = len(signs)
+def _find_edges(image: Image.Image) -> np.ndarray:
+    """Find the edges between colours, float32 [32, 32]: a shape is the same whether it is darker or
+    lighter than its ground."""
+    # takes long to import
+    from scipy.ndimage import gaussian_filter
+
+    small = image.resize((_SIDE, _SIDE), Image.Resampling.BOX)
+    down, across = np.gradient(np.asarray(small, np.float32), axis=(0, 1))
+    strengths = gaussian_filter(np.sqrt(np.hypot(down, across).max(axis=-1)), 0.7)
+    strengths -= strengths.mean()
+    return np.asarray(strengths / max(np.linalg.norm(strengths), 1e-6), np.float32)
+
+
+def _find_nearest(queries: np.ndarray, cells: np.ndarray) -> np.ndarray:
+    """Find the image with the most similar edges at the best shift, but for the one at the same
+    place, int64 [n]."""
+    count = len(cells)
     similarity = np.full((count, count), -np.inf, dtype=np.float32)
     for shift in product(_SHIFTS, repeat=2):
-        shifted = np.roll(signs, shift, axis=(1, 2)).reshape(count, -1)
+        shifted = np.roll(cells, shift, axis=(1, 2)).reshape(count, -1)
         np.maximum(similarity, queries.reshape(count, -1) @ shifted.T, out=similarity)
     np.fill_diagonal(similarity, -np.inf)
     return np.asarray(similarity.argmax(axis=1))
