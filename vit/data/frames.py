@@ -57,11 +57,10 @@ def find_frames(
     words: np.ndarray, strata: np.ndarray, others: np.ndarray | None = None
 ) -> np.ndarray:
     """Find frames of one scene among images by their `compute_frame_signs`, uint64 [16, n], and
-    classes, int64 [n]; or frames of the scenes of other images, uint64 [16, m].
+    classes, int64 [n]; or frames of the scenes of `others`, uint64 [16, m].
 
     Returns:
-        Pairs, int64 [p, 2], of indices of two images, or of an image and another one; none if
-        fewer than a twentieth of the images have one.
+        Pairs of indices, int64 [p, 2]; none if fewer than a twentieth of the images have one.
     """
     places = known_places = np.flatnonzero(_is_detailed(words))
     if others is not None:

@@ -13,8 +13,8 @@ _SIDE = 32
 _SAMPLE = 400
 # cells of 32 by which images may be shifted against each other
 _SHIFTS = range(-6, 7, 2)
-# of the mirror images of a class, so many more of 100 resemble the other class than their own, and
-# so many standard deviations more than by chance
+# Mirror images resemble the other class more often than their own: by this share of the class, and
+# by so many standard deviations of chance.
 _MIN_SHARE = 0.3
 _MIN_DEVIATIONS = 3
 
@@ -24,13 +24,8 @@ def find_mirrored_classes(dataset: ImageDataset) -> tuple[str, str] | None:
     of a sample of images; None without such classes, or where an image may have several labels."""
     if dataset.is_multilabel:
         return None
-    order = np.random.default_rng(0).permutation(len(dataset))
-    # as many images of each class
-    ranks = np.zeros(len(dataset), dtype=np.int64)
-    for places in map(np.flatnonzero, dataset.labels[order] == np.unique(dataset.labels)[:, None]):
-        ranks[places] = np.arange(len(places))
     edges, labels = [], []
-    for index in order[np.argsort(ranks, kind="stable")[:_SAMPLE]].tolist():
+    for index in np.random.default_rng(0).permutation(len(dataset))[:_SAMPLE].tolist():
         with suppress(ValueError, OSError):
             edges.append(_find_edges(dataset.reader.image(index, draft_side=4 * _SIDE)))
             labels.append(dataset.labels[index])
