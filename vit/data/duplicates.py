@@ -90,7 +90,7 @@ def find_duplicates(
             near.append((index, candidates[distances.argmin()]))
     known_places = {index for index, _ in (*exact, *near)}
     if strata is not None and len(training_hashes) == len(hashes) == NUM_HASHES:
-        for index, place in find_frames(hashes[2:], strata, training_hashes[2:]).tolist():
+        for index, place in find_frames(hashes[2:], strata, np.asarray(training_hashes)[2:]):
             if index not in known_places:
                 near.append((index, place))
                 known_places.add(index)
