@@ -26,6 +26,10 @@ _MIN_PAIRS = 100
 # their 5th percentile: 0.54 on photos, and on clothes or digits beyond 1, which nothing is. The
 # lower half is used because pairs of one scene may be among them.
 _DISTANCE = 12.5
+# the least limit, because few pairs tell little, and the quartile from which on, as of one part in a
+# fixed rig, all images of a class are too similar to tell frames
+_MIN_LIMIT = 0.5
+_MAX_QUARTILE = 0.4
 # Sets with a smaller fraction of frames have none. 1 % of Imagenette and 3 % of CIFAR-10 are more
 # similar than the limit.
 _MIN_FRACTION = 0.05
@@ -113,12 +117,14 @@ def _find_limits(signs: np.ndarray, classes: np.ndarray) -> np.ndarray:
 
     def find_limit(values: np.ndarray) -> float:
         low, quartile = np.quantile(values, [0.05, 0.25])
-        return float(quartile + _DISTANCE * (quartile - low))
+        if quartile > _MAX_QUARTILE:
+            return np.inf
+        return max(float(quartile + _DISTANCE * (quartile - low)), _MIN_LIMIT)
 
     limits = np.full(len(signs), find_limit(similarity))
     for each in range(len(counts)):
         own = similarity[kind[first] == each]
-        if len(own) >= _MIN_PAIRS:
+        if min(len(own), counts[each] * (counts[each] - 1) // 2) >= _MIN_PAIRS:
             limits[order[kind == each]] = find_limit(own)
     return limits
 
