@@ -43,6 +43,9 @@ def _build_transform(profile: bytes) -> tuple[str, ImageCms.ImageCmsTransform | 
     levels = [np.arange(0, 256, 51)] * num_channels
     colours = np.stack(np.meshgrid(*levels), axis=-1).astype(np.uint8).reshape(-1, 6, num_channels)
     sample = Image.fromarray(colours.squeeze(), mode)
-    changed = ImageCms.applyTransform(sample, transform)
-    change = np.subtract(changed, sample.convert("RGB"), dtype=np.float64)
-    return mode, transform if np.abs(change).mean() > _MAX_CHANGE else None
+    changed, plain = (
+        np.asarray(each, np.float64)
+        for each in (ImageCms.applyTransform(sample, transform), sample.convert("RGB"))
+    )
+    is_srgb = np.abs(changed - plain).mean() <= _MAX_CHANGE
+    return mode, None if is_srgb else transform

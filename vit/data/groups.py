@@ -94,7 +94,8 @@ def join_duplicates(
     pairs = find_pairs(hashes)
     classes = labels.tolist()
     kept = _drop_large(groups, classes, pairs, _MAX_SHARE)
-    frames = [(*pair, False) for pair in find_frames(hashes[2:], labels).tolist()]
+    found = find_frames(hashes[2:], labels).tolist()
+    frames = [(first, second, False) for first, second in found]
     kept_frames = _drop_large(_join(groups, kept), classes, frames, _MAX_SCENE_SHARE)
     shown, copies, alike = (
         {index for pair in chosen for index in pair[:2]}
