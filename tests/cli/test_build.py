@@ -75,7 +75,7 @@ MODES: dict[str, tuple[tuple[str, ...], set[str]]] = {
     ),
     "predict by a cluster": (
         ("predict", "imagenette", "photos", "--output", "out", "--engine", "ray"),
-        {"top_k"},
+        {"top_k", "columns"},
     ),
     "train": (("train", "photos", "-o", "out"), set()),
     "faithfulness": (("faithfulness", "imagenette", "-o", "out"), set()),

@@ -12,9 +12,15 @@ from PIL import Image
 
 from tests.conftest import Launcher, SaveModel
 from vit.data.preprocess import Preprocess
+from vit.evaluation.images import EvaluationSet
 from vit.evaluation.intervals import compute_proportion_interval
 from vit.evaluation.metrics import score_logits
-from vit.evaluation.subgroups import Subgroup, measure_subgroups, read_values
+from vit.evaluation.subgroups import (
+    Subgroup,
+    describe_confounding,
+    measure_subgroups,
+    read_values,
+)
 
 
 def measure(values: list[str], correct: np.ndarray, groups: list[str] | None) -> list[Subgroup]:
@@ -53,6 +59,33 @@ def test_numbers_and_codes_are_values() -> None:
     assert (rows[0].name, rows[0].metric) == ("107", 0.0)
 
 
+@pytest.mark.parametrize(
+    ("sites", "marks", "groups", "is_told"),
+    [
+        ("a" * 20 + "b" * 20, "0" * 20 + "1" * 20, None, True),
+        ("a" * 20 + "b" * 20, "0" * 19 + "1" * 21, None, True),
+        ("a" * 20 + "b" * 20, "0" * 17 + "1" * 23, None, False),
+        # one class, or nearly, in all of them
+        ("a" * 20 + "b" * 20, "0" * 40, None, False),
+        ("a" * 20 + "b" * 20, "0" * 39 + "1", None, False),
+        # few images, values of a single image, and two patients
+        ("aaaabbbb", "00001111", None, False),
+        ("abcdefghijklmnopqrst", "0" * 10 + "1" * 10, None, False),
+        ("a" * 20 + "b" * 20, "0" * 20 + "1" * 20, "p" * 20 + "q" * 20, False),
+    ],
+)
+def test_a_value_that_tells_the_class_is_said(
+    sites: str, marks: str, groups: str | None, is_told: bool
+) -> None:
+    labels: Any = np.array(list(map(int, marks)))
+    dataset: Any = SimpleNamespace(groups=groups and list(groups))
+    images = EvaluationSet(dataset, tuple(map(str, range(len(sites)))), labels, Preprocess((8, 8)))
+    said = describe_confounding("scanner", list(sites), images, ("normal", "tumour"))
+    assert len(said) == is_told
+    if "0" * 20 in marks and is_told:
+        assert "scanner tells the class (a: 100 % normal, b: 100 % tumour)" in said[0]
+
+
 def write_images(folder: Path) -> list[tuple[str, ...]]:
     """Write 48 images, and return for each its file, class, patient and site."""
     rng = np.random.default_rng(0)
@@ -60,7 +93,8 @@ def write_images(folder: Path) -> list[tuple[str, ...]]:
     for number in range(48):
         name = f"{number:02d}.png"
         Image.fromarray(rng.integers(0, 256, (20, 20, 3), dtype=np.uint8)).save(folder / name)
-        rows.append((name, "bc"[number % 2], f"p{number // 6}", f"Site {number % 3}"))
+        row = (name, "bc"[number % 2], f"p{number // 6}", f"Site {number % 3}", f"S{number % 2}")
+        rows.append(row)
     return rows
 
 
@@ -69,7 +103,7 @@ def test_a_column_of_the_table_is_read(
 ) -> None:
     rows = write_images(tmp_path)
     data, out = tmp_path / "labels.csv", tmp_path / "out"
-    lines = ["path;label;group;Site Name", *(";".join(row) for row in rows)]
+    lines = ["path;label;group;Site Name;scanner", *(";".join(row) for row in rows)]
     data.write_text("\n".join(lines))
     model = save_model(
         tmp_path / "model.safetensors",
@@ -79,7 +113,7 @@ def test_a_column_of_the_table_is_read(
         num_heads=2,
     )
     arguments = ("evaluate", model, "--data", data, "--split", "all", "--num-examples", "0", "--by")
-    cli.succeed(*arguments, "Site Name,group", "--output", out)
+    printed = cli.succeed(*arguments, "Site Name,group,scanner", "--output", out)
     evaluation = json.loads((out / "evaluation.json").read_text())
     sites, patients = evaluation["subgroups"]["Site Name"], evaluation["subgroups"]["group"]
     assert [row["num_images"] for row in patients] == [6] * 8
@@ -92,9 +126,15 @@ def test_a_column_of_the_table_is_read(
         assert row["metric"] == np.mean([each["label"] == each["predicted"] for each in own])
     report = (out / "report.html").read_text()
     assert 'id="subgroups"' in report
+    for text in (printed, report):
+        assert text.count("tells the class") == 1
+        assert "scanner tells the class (S0: 100 % b, S1: 100 % c)" in " ".join(text.split())
     assert all(f"<td>Site {number}</td>" in report for number in range(3))
     message = cli.fail(*arguments, "camera")
-    assert "has no column 'camera'; they are 'path', 'label', 'group', 'Site Name'" in message
+    assert (
+        "has no column 'camera'; they are 'path', 'label', 'group', 'Site Name', 'scanner'"
+        in message
+    )
 
 
 def test_a_column_that_is_no_table_is_refused() -> None:

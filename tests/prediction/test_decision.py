@@ -12,6 +12,7 @@ from vit.prediction.decision import (
     decide_classes,
     decide_labels,
     read_class_threshold,
+    restrict,
 )
 from vit.prediction.predictor import Predictor
 from vit.prediction.records import Prediction
@@ -97,6 +98,18 @@ def test_predictions_are_what_the_operating_point_decides(bundle: Bundle) -> Non
     # the most probable first
     assert found.labels == [name for _, name, _ in found.classes if name in ("class 3", "class 7")]
     assert run(set_point(labels, **rest)).labels == []
+
+
+def test_restricted_classes_have_no_thresholds_of_all_and_labels_keep_theirs(
+    classes: Bundle, labels: Bundle
+) -> None:
+    for each in (set_point(classes, dog=0.2), set_point(labels, dog=0.2)):
+        restricted, places = restrict(each, ("fox", "dog"))
+        assert (restricted.class_names, places) == (("dog", "fox"), [1, 2])
+        assert bool(restricted.operating_point) == each.is_multilabel
+    assert decide_labels(restricted, np.array([[0.3, 0.3]])).tolist() == [[True, False]]
+    # one label needs no other one
+    assert restrict(labels, ["cat"])[1] == [0]
 
 
 def test_all_labels_are_named_however_many_classes_are_listed(bundle: Bundle) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import vit
 from tests.conftest import SaveModel
 from tests.prediction.conftest import read_rows
 from vit.prediction.predict import iterate_predictions
@@ -127,6 +128,34 @@ def test_other_images_and_files_are_not_resumed(
     with pytest.raises(ValueError, match=message):
         list(run(model, tmp_path / "photos", path, **options))
     assert path.read_bytes() == before
+
+
+def test_a_table_has_a_column_for_each_class_and_names_images_as_it_was_written(
+    model: Path, photos: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "test").mkdir()
+    names = ["-b", "a0", "gone"]
+    for name, photo in zip(names[:2], sorted(photos.iterdir())[2:4], strict=True):
+        shutil.copy(photo, tmp_path / "test" / f"{name}.png")
+    table = tmp_path / "sample_submission.csv"
+    table.write_text("".join(f"{name},0\n" for name in ["id_code", *names]))
+    path = tmp_path / "out.csv"
+    predictions = list(run(model, table, path, columns="classes"))
+    rows = read_rows(path)
+    classes = vit.load_bundle(model).class_names
+    for name, row, prediction in zip(names, rows, predictions, strict=True):
+        assert list(row) == ["id_code", *classes]
+        assert row["id_code"] == name
+        if prediction.probabilities is not None:
+            values = [np.float32(row[each]) for each in classes]
+            assert values == prediction.probabilities.tolist()
+    assert set(rows[2].values()) == {"gone", ""}
+
+    path.unlink()
+    list(run(model, tmp_path / "test", path, columns="classes", classes=classes[:2]))
+    assert [list(row) for row in read_rows(path)] == [["path", *classes[:2]]] * 2
+    with pytest.raises(ValueError, match=r"name it with --output FILE\.csv"):
+        list(run(model, table, tmp_path / "out.jsonl", columns="classes"))
 
 
 def test_a_wrong_place_is_refused_before_anything_is_predicted(

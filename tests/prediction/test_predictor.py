@@ -94,6 +94,24 @@ def test_it_is_sent_to_a_new_process(model: Path, paths: list[Path]) -> None:
     np.testing.assert_array_equal(columns["probabilities"], expected["probabilities"])
 
 
+def test_probabilities_of_some_classes_add_up_to_1(model: Path, paths: list[Path]) -> None:
+    whole = vit.Predictor(model, **_OPTIONS)(paths)  # type: ignore[arg-type]
+    predictor = vit.Predictor(model, classes=["dog", "bee"], **_OPTIONS)  # type: ignore[arg-type]
+    columns = predictor(paths)
+    expected = whole["probabilities"][:, [0, 2]]
+    expected /= expected.sum(axis=1, keepdims=True)
+    # in the model's order, with its indices
+    np.testing.assert_allclose(columns["probabilities"], expected, rtol=1e-5)
+    (prediction, *_) = predictor.predict_items([("photo", paths[0])])
+    assert {place: name for place, name, _ in prediction.classes} == {0: "bee", 2: "dog"}
+    assert prediction.prediction_set is None
+    assert columns["p_value"][0] == whole["p_value"][0] or np.isnan(whole["p_value"][0])
+    with pytest.raises(ValueError, match="doesn't know 'cow'; it knows 'bee', 'cat', 'dog'"):
+        vit.Predictor(model, classes="cow")(paths)
+    with pytest.raises(ValueError, match="dog alone always has a probability of 1"):
+        vit.Predictor(model, classes="dog")(paths)
+
+
 def test_wrong_batches_and_options_are_refused(model: Path, paths: list[Path]) -> None:
     predictor = vit.Predictor(model)
     with pytest.raises(ValueError, match="the batch has the columns photo; name one image"):

@@ -13,16 +13,16 @@ import numpy as np
 from vit.bundle import Bundle, Models, keeps_mode, open_model, require_classifier
 from vit.data.dataset import ImageRule, printable
 from vit.evaluation.images import EvaluationSet, check_data, find_overlap, load_images, open_data
-from vit.evaluation.metrics import Scores, find_known, measure, score_logits
+from vit.evaluation.metrics import Scores, find_known, find_order, measure, score_logits
 from vit.evaluation.predictions import CROSS_VALIDATION, Predictions, load_predictions
 from vit.evaluation.result import EVALUATION_FILE, Evaluation, EvaluationResult
-from vit.evaluation.subgroups import measure_subgroups, read_values
+from vit.evaluation.subgroups import describe_confounding, measure_subgroups, read_values
 from vit.evaluation.thresholds import choose_operating_point, parse_rule
 from vit.prediction.batch_predictor import BatchPredictor
 from vit.prediction.conformal import measure_sets
 from vit.prediction.decision import describe_decision, read_class_threshold, read_thresholds
 from vit.prediction.probabilities import Float32s
-from vit.runtime.arguments import check_minimum
+from vit.runtime.arguments import check_minimum, shorten
 from vit.runtime.device import describe_device
 from vit.runtime.processes import current_process, join_processes
 from vit.runtime.progress import show_progress
@@ -46,6 +46,7 @@ def evaluate(
     group_column: str | None = None,
     by: str | Sequence[str] = (),
     operating_point: str | None = None,
+    ordered: bool = False,
     num_examples: int = 16,
     batch_size: int | None = None,
     device: str = "auto",
@@ -86,6 +87,9 @@ def evaluate(
             f1 is the best on these. LABEL:RULE names the label. None: the
             model file's, otherwise 0.5 for a label and the most probable
             class. `.save` writes the model file with it.
+        ordered: The classes are grades: measure the quadratic weighted kappa,
+            too. So it is for 3 to 20 whole numbers other than the ten digits.
+            Names that are no numbers have the model's order.
         num_examples: Errors that the report shows, each with its map.
         batch_size: Images at a time. None: 64 on a CPU, 256 on a GPU.
         device: Device: auto, cpu, cuda, cuda:N or mps. A module stays where it
@@ -125,6 +129,7 @@ def evaluate(
         rule = None
         if operating_point is not None:
             rule = parse_rule(operating_point, bundle)
+        order = find_order(bundle, ordered)
         splits = open_data(bundle, data, root, dataset, rule=image_rule)
         # the probes of the folds have not seen the images that they predict
         found = None
@@ -162,6 +167,9 @@ def evaluate(
                 found_logits = _predict(predictor, deciding, title="deciding")
             fitted, said = choose_operating_point(bundle, rule, deciding, found_logits)
             notes += said
+        if ordered and order is not None:
+            grades = ", ".join(bundle.class_names[place] for place in order)
+            notes.append(f"the classes are grades, the lowest first: {shorten(grades)}")
         notes += _describe_images(fitted, images)
         if logits is None:
             logits = _predict(predictor, images, title="evaluating")
@@ -170,6 +178,7 @@ def evaluate(
             images,
             logits,
             values,
+            order=order,
             data=printable(splits.title),
             notes=notes,
             conditions=_describe_conditions(predictor),
@@ -235,11 +244,13 @@ def _measure(
     logits: Float32s,
     values: Mapping[str, Mapping[str, str]],
     *,
+    order: list[int] | None,
     data: str,
     notes: list[str],
     conditions: dict[str, str],
 ) -> tuple[Scores, Evaluation]:
-    """Measure logits, of all images and by columns, see `read_values`."""
+    """Measure logits, of all images and by columns, see `read_values`, with the order of the classes
+    if they have one."""
     dataset = images.dataset
     scores = score_logits(
         logits,
@@ -248,7 +259,10 @@ def _measure(
         thresholds=read_thresholds(bundle),
         threshold=read_class_threshold(bundle),
     )
-    measured = measure(scores, dataset.groups, bundle.class_names)
+    measured = measure(scores, dataset.groups, bundle.class_names, order=order)
+    columns = {column: [texts[name] for name in dataset.ids] for column, texts in values.items()}
+    for column, texts in columns.items():
+        notes += describe_confounding(column, texts, images, bundle.class_names)
     overlap = None
     # a cross-validated model has seen all of them, and the probes that predict them have not
     if dataset.split != CROSS_VALIDATION:
@@ -261,8 +275,8 @@ def _measure(
         temperature=bundle.temperature,
         operating_point=bundle.operating_point.get("rule"),
         subgroups={
-            column: measure_subgroups([texts[name] for name in dataset.ids], scores, dataset.groups)
-            for column, texts in values.items()
+            column: measure_subgroups(texts, scores, dataset.groups)
+            for column, texts in columns.items()
         },
         prediction_sets=measure_sets(bundle, logits, images.labels),
         num_images=len(images),

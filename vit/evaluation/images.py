@@ -1,7 +1,6 @@
 """Images that a model is evaluated on, with their labels as classes of the model, and those of them
 that were in training."""
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +17,9 @@ from vit.data.open import open_for_model, open_passed
 from vit.data.preprocess import Preprocess
 from vit.data.splits import DatasetSplits
 from vit.prediction.batch_predictor import Pixels, read_dataset
+from vit.prediction.decision import find_classes
 from vit.prediction.probabilities import Bools, Ints
-from vit.runtime.arguments import check_kind, shorten
+from vit.runtime.arguments import check_kind
 
 # names of duplicates in evaluation.json
 _MAX_NAMES = 20
@@ -68,29 +68,15 @@ def load_images(bundle: Bundle, splits: DatasetSplits, split: str | None) -> Eva
 
 
 def find_labels(dataset: ImageDataset, model_classes: Sequence[str]) -> Ints | Bools:
-    """Return the labels of images as classes of a model, int64 [n] or bool [n, C]. A name also
-    matches a list of synonyms that it begins: "tench" matches "tench, Tinca tinca", as timm spells
-    it. Raises ValueError for classes that the model doesn't know."""
-    synonyms = [name.partition(",")[0] for name in model_classes]
-    counts = Counter(synonyms)
-    places = {name: place for place, name in enumerate(synonyms) if counts[name] == 1}
-    places |= {name: place for place, name in enumerate(model_classes)}
-    occurring = [dataset.class_names[label] for label in np.flatnonzero(dataset.class_counts)]
-    unknown = [name for name in occurring if name not in places]
-    if unknown:
-        hint = ""
-        if model_classes[0] == "class 0":
-            hint = "; name its classes, in order, by vit.load_bundle(model, class_names=…)"
-        raise ValueError(
-            f"the model doesn't know {shorten(', '.join(map(repr, unknown)))} of this data; it"
-            f" knows {shorten(', '.join(map(repr, model_classes)))}{hint}"
-        )
-    indices = np.array([places.get(name, -1) for name in dataset.class_names], dtype=np.int64)
+    """Return the labels of images as classes of a model, int64 [n] or bool [n, C]. See
+    `find_classes`, which raises ValueError for classes that the model doesn't know."""
+    occurring = np.flatnonzero(dataset.class_counts)
+    names = [dataset.class_names[label] for label in occurring]
+    places = np.array(find_classes(names, model_classes), dtype=np.int64)
     if not dataset.is_multilabel:
-        return np.asarray(indices[dataset.labels])
+        return places[np.searchsorted(occurring, dataset.labels)]
     labels = np.zeros((len(dataset), len(model_classes)), dtype=bool)
-    known = indices >= 0
-    labels[:, indices[known]] = dataset.labels[:, known]
+    labels[:, places] = dataset.labels[:, occurring]
     return labels
 
 

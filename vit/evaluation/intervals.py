@@ -111,8 +111,8 @@ def find_step(clusters: Ints, support: Ints | None = None) -> float:
     return max(float((1 / counts).mean() / len(counts)), 1 / count)
 
 
-def bound_rate(values: Sequence[float], step: float) -> Interval:
-    """Compute the interval of a metric from 0 to 1 by the jackknife, from its value and those
+def bound_rate(values: Sequence[float], step: float, *, lowest: float = 0.0) -> Interval:
+    """Compute the interval of a metric from `lowest` to 1 by the jackknife, from its value and those
     without each part of the images, NaN where it isn't defined, and its change by one more error.
 
     One minus the metric is a sum of errors to which few images contribute most, so it has a gamma
@@ -120,12 +120,12 @@ def bound_rate(values: Sequence[float], step: float) -> Interval:
     """
     value, left_out = float(values[0]), np.array(values[1:])
     if np.isnan(value):
-        return 0.0, 1.0
+        return lowest, 1.0
     # without any success, the jackknife knows nothing about the errors
-    if value == 0:
-        return 0.0, min(_bound_total(0.0, left_out, step)[1], 1.0)
+    if value == lowest:
+        return lowest, min(lowest + _bound_total(0.0, left_out - lowest, step)[1], 1.0)
     low, high = _bound_total(1 - value, 1 - left_out, step)
-    return max(1 - high, 0.0), 1 - low
+    return max(1 - high, lowest), 1 - low
 
 
 def _bound_total(total: float, left_out: Floats, step: float) -> Interval:

@@ -3,11 +3,13 @@ one class or several labels."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from string import digits
 from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.special import expit
 
+from vit.bundle import Bundle
 from vit.evaluation.intervals import (
     Interval,
     bound_rate,
@@ -29,6 +31,8 @@ _NUM_BINS = 15
 # Largest loss of an image, that of the least probability of a float64: a logit of −∞ leaves the
 # mean finite.
 _MAX_LOSS = 708.0
+# more classes with numbers are rather those of a list than grades
+_MAX_GRADES = 20
 # averages over classes, and over labels → what of each class they average
 _AVERAGES = (
     {"macro_f1": "f1", "macro_recall": "recall"},
@@ -221,10 +225,32 @@ def _list_proportions(scores: Scores) -> dict[str, Bools]:
     return {"top1": scores.correct, "top5": scores.rank < 5}
 
 
+def find_order(bundle: Bundle, is_wanted: bool) -> list[int] | None:
+    """Return the classes of a model from the lowest to the highest grade: 3 to 20 whole numbers, but
+    not the ten digits, which are pictures of signs; or any, in the model's order, if that `is_wanted`.
+    None for other classes. Raises ValueError if it is wanted for labels."""
+    names = bundle.class_names
+    if bundle.is_multilabel:
+        if is_wanted:
+            raise ValueError("--ordered is for one class an image, and this model has labels")
+        return None
+    are_numbers = all(name.isdecimal() for name in names)
+    are_grades = are_numbers and 3 <= len(names) <= _MAX_GRADES and set(names) != set(digits)
+    if not are_grades and not is_wanted:
+        return None
+    places = list(range(len(names)))
+    return sorted(places, key=lambda place: int(names[place])) if are_numbers else places
+
+
 def measure(
-    scores: Scores, groups: Sequence[str] | None = None, class_names: Sequence[str] = ()
+    scores: Scores,
+    groups: Sequence[str] | None = None,
+    class_names: Sequence[str] = (),
+    *,
+    order: list[int] | None = None,
 ) -> Measures:
-    """Compute the metrics, their 95 % intervals, and a row for each class or label.
+    """Compute the metrics, their 95 % intervals, and a row for each class or label; with the order
+    of the classes the quadratic weighted kappa, too.
 
     The intervals of proportions are Clopper and Pearson's, those of averages over classes and of
     areas under curves the jackknife's. Loss, calibration error and Brier score have none. Without
@@ -234,7 +260,8 @@ def measure(
     metrics = compute_metrics(scores)
     clusters = number_clusters(groups, len(scores))
     # each class measured on all images, and without each part of them
-    tables = [_measure_classes(scores, kept) for kept in (slice(None), *leave_out_parts(clusters))]
+    parts = (slice(None), *leave_out_parts(clusters))
+    tables = [_measure_classes(scores, kept) for kept in parts]
     intervals = {
         name: compute_clustered_interval(values, clusters)
         for name, values in _list_proportions(scores).items()
@@ -243,10 +270,26 @@ def measure(
     averages = [_average(scores, table) for table in tables]
     for name in averages[0]:
         intervals[name] = bound_rate([each[name] for each in averages], step)
+    if order is not None:
+        kappas = [_compute_kappa(scores, kept, order) for kept in parts]
+        metrics["quadratic_kappa"] = kappas[0]
+        intervals["quadratic_kappa"] = bound_rate(kappas, step, lowest=-1.0)
     rows = [
         _build_row(scores, place, name, clusters, tables) for place, name in enumerate(class_names)
     ]
     return Measures(metrics, intervals, rows)
+
+
+def _compute_kappa(scores: Scores, kept: Bools | slice, order: list[int]) -> float:
+    """Compute the quadratic weighted kappa (Cohen 1968) of the images that are kept; NaN if all of
+    them have and get one class."""
+    # scikit-learn takes a second to import
+    from sklearn.metrics import cohen_kappa_score
+
+    labels, predicted = scores.labels[kept], scores.predicted[kept]
+    if len(np.union1d(labels, predicted)) < 2:
+        return np.nan
+    return float(cohen_kappa_score(labels, predicted, labels=order, weights="quadratic"))
 
 
 def find_known(value: float) -> float | None:

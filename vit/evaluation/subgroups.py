@@ -6,12 +6,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from vit.data.dataset import ImageDataset, printable
-from vit.evaluation.intervals import Interval
+from vit.evaluation.images import EvaluationSet
+from vit.evaluation.intervals import Interval, number_clusters
 from vit.evaluation.metrics import Scores, find_known, measure
 from vit.runtime.arguments import shorten
+from vit.runtime.numbers import format_percent
 
 # more values make no table that anybody reads
 _MAX_VALUES = 100
+# fewer are of one class by chance
+_MIN_GROUPS = 10
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,41 @@ def read_values(dataset: ImageDataset, column: str) -> dict[str, str]:
             f" {_MAX_VALUES}; add a column of fewer, such as ranges"
         )
     return values
+
+
+def describe_confounding(
+    column: str, values: Sequence[str], images: EvaluationSet, class_names: Sequence[str]
+) -> list[str]:
+    """Return a sentence if the value of a column tells the class of an image, as a scanner that is
+    used for one class does; none otherwise, and for several labels.
+
+    Each group of images, see `EvaluationSet`, counts once for each value and class that it has. Its
+    class is predicted as the most frequent one of other groups with its value. So values of a
+    single image or patient tell nothing. The value tells the class if at least 95 % are right, and
+    fewer than a fifth as many are wrong as by the most frequent class of all.
+    """
+    if images.labels.ndim == 2 or len(class_names) < 2:
+        return []
+    names, places = np.unique(np.array(values, dtype=object), return_inverse=True)
+    clusters = number_clusters(images.dataset.groups, len(images))
+    rows = np.unique(np.stack([clusters, places, images.labels]), axis=1)
+    counts = np.zeros((len(names), len(class_names)), int)
+    np.add.at(counts, (rows[1], rows[2]), 1)
+    second, first = np.sort(counts, axis=1)[:, -2:].T
+    # without itself, a group must still see more of its class than of another
+    total, right = counts.sum(), first[first - 1 > second].sum()
+    guessed = counts.sum(axis=0).max()
+    if total < _MIN_GROUPS or right < 0.95 * total or total - right >= (total - guessed) / 5:
+        return []
+    told = [
+        f"{name or 'no value'}: {format_percent(row.max() / row.sum(), row.sum())}"
+        f" {class_names[row.argmax()]}"
+        for name, row in zip(names.tolist(), counts, strict=True)
+    ]
+    return [
+        f"{column} tells the class ({shorten(', '.join(told))}): accuracy by {column} can't show"
+        f" whether the model looks at the {column}"
+    ]
 
 
 def measure_subgroups(

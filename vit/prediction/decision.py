@@ -1,7 +1,9 @@
 """Probabilities of classes or labels, and what a model predicts by them: the most probable class,
 or the labels of at least 50 %. An operating point in the model file sets other thresholds."""
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +29,57 @@ class ClassThreshold(NamedTuple):
         others[:, self.place] = -1
         is_reached = probabilities[:, self.place] >= self.probability
         return np.where(is_reached, self.place, others.argmax(axis=1))
+
+
+def find_classes(names: Sequence[str], model_classes: Sequence[str]) -> list[int]:
+    """Return the place of each class in a model. A name also matches a list of synonyms that it
+    begins: "tench" matches "tench, Tinca tinca", as timm spells it. Raises ValueError for classes
+    that the model doesn't know."""
+    synonyms = [name.partition(",")[0] for name in model_classes]
+    counts = Counter(synonyms)
+    places = {name: place for place, name in enumerate(synonyms) if counts[name] == 1}
+    places |= {name: place for place, name in enumerate(model_classes)}
+    unknown = [name for name in names if name not in places]
+    if unknown:
+        hint = ""
+        if model_classes[0] == "class 0":
+            hint = "; name its classes, in order, by vit.load_bundle(model, class_names=…)"
+        raise ValueError(
+            f"the model doesn't know {shorten(', '.join(map(repr, unknown)))}; it knows"
+            f" {shorten(', '.join(map(repr, model_classes)))}{hint}"
+        )
+    return [places[name] for name in names]
+
+
+def restrict(bundle: Bundle, classes: Sequence[str]) -> tuple[Bundle, list[int]]:
+    """Return a model as one of some of its classes, in its order, and the places of their logits;
+    without names, all of them.
+
+    The softmax of these logits is the probability of each class if one of them is right. Thresholds
+    of prediction sets and of one class against the rest hold for all classes only, and are left
+    out. Raises ValueError for unknown classes, and for a single one whose probability would be 1.
+    """
+    if not classes:
+        return bundle, list(range(len(bundle.class_names)))
+    places = sorted(set(find_classes(classes, bundle.class_names)))
+    metadata = bundle.metadata
+    if not bundle.is_multilabel:
+        if len(places) == 1:
+            raise ValueError(f"{classes[0]} alone always has a probability of 1; name two classes")
+        metadata = {**metadata, "conformal": {}, "operating_point": {}}
+    names = tuple(bundle.class_names[place] for place in places)
+    return replace(bundle, class_names=names, metadata=metadata), places
+
+
+def describe_restriction(bundle: Bundle) -> str:
+    """Return a sentence on a model that `restrict` returned."""
+    names = shorten(", ".join(bundle.class_names))
+    if bundle.is_multilabel:
+        return f"only these labels are given: {names}"
+    return (
+        f"only these classes can occur: {names}; their probabilities add up to 1, and neither"
+        " prediction sets nor an operating point apply"
+    )
 
 
 def compute_probabilities(bundle: Bundle, logits: Float32s) -> Floats:

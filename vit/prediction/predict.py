@@ -1,9 +1,10 @@
 """Class probabilities and features of any images: `vit.predict` and `vit.embed`."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from PIL import Image
@@ -13,10 +14,18 @@ from vit.data.images import ImageInputs, list_images
 from vit.data.sources.tables import is_table, list_rows
 from vit.model.logits import count_features
 from vit.prediction.batch_predictor import BatchPredictor, Pixels, read_from
+from vit.prediction.decision import describe_restriction
 from vit.prediction.predictor import Predictor, decode_batches
 from vit.prediction.probabilities import Float32s
-from vit.prediction.records import Prediction, PredictionResult, write_output
+from vit.prediction.records import (
+    Prediction,
+    PredictionResult,
+    write_output,
+    write_predictions,
+    write_probabilities,
+)
 from vit.runtime.arguments import check_minimum
+from vit.runtime.console import echo
 from vit.runtime.files import expand_home
 
 
@@ -25,7 +34,9 @@ def predict(
     model: Models,
     images: ImageInputs,
     *,
+    classes: str | Sequence[str] = (),
     top_k: int = 5,
+    columns: Literal["answers", "classes"] = "answers",
     output: str | Path | None = None,
     resume: bool = False,
     batch_size: int = 64,
@@ -39,7 +50,13 @@ def predict(
         images: Files, folders, PIL images, uint8 arrays [H, W, 3] or
             [n, H, W, 3], or one of them; also tables that name images, and
             data sets in Python. Labels aren't needed.
+        classes: The only classes that can occur, such as cat,dog.
+            Probabilities add up to 1 over them, and there are no prediction
+            sets; a model of several labels gives these labels alone.
         top_k: Classes for each image.
+        columns: Columns of FILE.csv: answers, or classes: the probability of
+            each class in the model's order, after the image as its table
+            names it.
         output: File to write as predictions are made: FILE.jsonl or FILE.csv.
             The result then holds no predictions.
         resume: Go on with the `output` of a command that was stopped, JSON
@@ -55,7 +72,8 @@ def predict(
         have several labels, `.labels` has those it is predicted to have.
 
     Raises:
-        ValueError: The model can't be opened, or an input is not an image.
+        ValueError: The model can't be opened or doesn't know one of
+            `classes`, or an input is not an image.
 
     Example:
         >>> result = vit.predict("runs/digits", "photo.png", top_k=3)
@@ -66,6 +84,8 @@ def predict(
         images,
         output=output,
         resume=resume,
+        columns=columns,
+        classes=classes,
         top_k=top_k,
         batch_size=batch_size,
         device=device,
@@ -88,7 +108,7 @@ def list_inputs(images: ImageInputs) -> Iterator[tuple[str, str | Image.Image]]:
 def _list_one(images: ImageInputs, *, in_list: bool = False) -> Iterator[str | Image.Image]:
     """List the images that a table names, whether it has labels or not, or those of `list_images`."""
     if isinstance(images, str | Path) and is_table(expand_home(images)):
-        return list_rows(expand_home(images))
+        return iter(list_rows(expand_home(images))[2])
     return list_images([images] if in_list else images)
 
 
@@ -98,16 +118,29 @@ def iterate_predictions(
     *,
     output: str | Path | None = None,
     resume: bool = False,
+    columns: str = "answers",
     **options: Any,
 ) -> Iterator[Prediction]:
     """Yield the predictions of `predict`, for any number of images: one batch is in memory."""
     if resume and output is None:
         raise ValueError("--resume goes on in a file; name it with --output")
-    items, predict_items = list_inputs(images), Predictor(model, **options).predict_items
+    if columns == "classes" and Path(output or "").suffix != ".csv":
+        raise ValueError("--columns classes writes a table; name it with --output FILE.csv")
+    predictor, items = Predictor(model, **options), list_inputs(images)
+    if predictor.classes:
+        echo(describe_restriction(predictor.bundle), err=True)
     if output is None:
-        yield from predict_items(items)
-    else:
-        yield from write_output(output, items, predict_items, resume=resume)
+        yield from predictor.predict_items(items)
+        return
+
+    write = write_predictions
+    if columns == "classes":
+        named, names = "path", None
+        if isinstance(images, str | Path) and is_table(expand_home(images)):
+            named, names, _ = list_rows(expand_home(images))
+        header = [named, *predictor.bundle.class_names]
+        write = partial(write_probabilities, names, header=header)
+    yield from write_output(output, items, predictor.predict_items, write=write, resume=resume)
 
 
 @keeps_mode

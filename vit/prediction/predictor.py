@@ -18,10 +18,10 @@ from vit.data.images import open_pixels, read_image
 from vit.data.preprocess import Preprocess
 from vit.prediction.batch_predictor import BatchPredictor, Pixels, read_from
 from vit.prediction.conformal import compute_p_values, predict_sets
-from vit.prediction.decision import compute_probabilities, decide_labels, rank_classes
+from vit.prediction.decision import compute_probabilities, decide_labels, rank_classes, restrict
 from vit.prediction.neighbours import compute_distances
 from vit.prediction.records import COLUMNS, Prediction
-from vit.runtime.arguments import check_minimum
+from vit.runtime.arguments import as_tuple, check_minimum
 
 # name of a column → an array with an entry for each image
 Columns = dict[str, Any]
@@ -40,6 +40,7 @@ class Predictor:
 
     Args:
         model: See `vit.evaluate`; or several, whose probabilities are averaged.
+        classes: See `vit.predict`.
         top_k: Classes of each prediction of `predict_items`.
         batch_size: Images in a forward pass.
         device: See `vit.evaluate`.
@@ -59,6 +60,7 @@ class Predictor:
         self,
         model: Models,
         *,
+        classes: str | Sequence[str] = (),
         top_k: int = 5,
         batch_size: int = 64,
         device: str = "auto",
@@ -66,6 +68,7 @@ class Predictor:
     ) -> None:
         check_minimum(1, top_k=top_k, batch_size=batch_size)
         self.model = model
+        self.classes = as_tuple(classes)
         self.top_k = top_k
         self.batch_size = batch_size
         self.device = device
@@ -73,21 +76,30 @@ class Predictor:
 
     def __getstate__(self) -> dict[str, Any]:
         # a process that gets a predictor opens the model itself
-        opened = ("bundle", "batch_predictor")
+        opened = ("whole_bundle", "_restricted", "batch_predictor")
         return {name: value for name, value in vars(self).items() if name not in opened}
 
     @cached_property
-    def bundle(self) -> Bundle:
-        """The model, opened."""
+    def whole_bundle(self) -> Bundle:
+        """The model, opened, with all its classes."""
         bundle = open_model(self.model, device=self.device)
         require_classifier(bundle)
         return bundle
 
     @cached_property
+    def _restricted(self) -> tuple[Bundle, list[int]]:
+        return restrict(self.whole_bundle, self.classes)
+
+    @property
+    def bundle(self) -> Bundle:
+        """The model with the classes that answers are restricted to."""
+        return self._restricted[0]
+
+    @cached_property
     def batch_predictor(self) -> BatchPredictor:
         """The inference loop."""
         return BatchPredictor.from_bundle(
-            self.bundle, batch_size=self.batch_size, precision=self.precision
+            self.whole_bundle, batch_size=self.batch_size, precision=self.precision
         )
 
     def __call__(self, images: Iterable[Any] | Mapping[str, Any]) -> Columns:
@@ -140,7 +152,8 @@ class Predictor:
 
     def predict_pixels(self, batch: Sequence[tuple[str, Pixels]]) -> Iterator[Prediction]:
         """Yield the prediction of each image of a batch, given its name and the input's pixels."""
-        bundle, predictor, names = self.bundle, self.batch_predictor, self.bundle.class_names
+        (bundle, places), predictor = self._restricted, self.batch_predictor
+        names = bundle.class_names
         read = read_from([pixels for _, pixels in batch])
         p_values: list[float | None] = [None] * len(batch)
         if bundle.likeness is None:
@@ -150,6 +163,7 @@ class Predictor:
             distances = compute_distances(features, bundle.likeness.training_features)
             held_out = bundle.likeness.distances.astype(np.float64)
             p_values = compute_p_values(distances, held_out).tolist()
+        logits = logits[:, places]
         # the temperature changes probabilities, but neither the order of classes nor the sets
         probabilities = compute_probabilities(bundle, logits)
         sets = predict_sets(bundle, logits)
@@ -161,7 +175,7 @@ class Predictor:
             yield Prediction(
                 batch[row][0],
                 [
-                    (index, names[index], float(probabilities[row, index]))
+                    (places[index], names[index], float(probabilities[row, index]))
                     for index in ranked[: self.top_k]
                 ],
                 prediction_set=sets[row],

@@ -3,7 +3,7 @@
 import csv
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -147,6 +147,26 @@ def write_predictions(
         yield prediction
 
 
+def write_probabilities(
+    names: Sequence[str] | None,
+    predictions: Iterable[Prediction],
+    *,
+    header: Sequence[str],
+    file: IO[str],
+    kind: str = "csv",
+) -> Iterator[Prediction]:
+    """Write a line of CSV for each prediction, and yield the prediction once it is written: the name
+    of the image, or its path without `names`, and the probability of each class, empty for an image
+    that can't be read. `header` names these columns."""
+    table = csv.writer(file, lineterminator="\n")
+    table.writerow(map(_format_cell, header))
+    for place, prediction in enumerate(predictions):
+        values = prediction.probabilities
+        cells = [""] * (len(header) - 1) if values is None else map(str, values)
+        table.writerow([names[place] if names else _format_cell(prediction.path), *cells])
+        yield prediction
+
+
 def _format_cell(value: Any) -> Any:
     if isinstance(value, list):
         return "|".join(map(str, map(_format_cell, value)))
@@ -173,10 +193,11 @@ def write_output(
     items: Items,
     predict: Callable[[Items], Iterable[Prediction]],
     *,
+    write: Callable[..., Iterator[Prediction]] = write_predictions,
     resume: bool = False,
 ) -> Iterator[Prediction]:
-    """Write predictions of items into FILE.jsonl or FILE.csv as they are made, and yield each once
-    it is written. `resume` goes on after the lines that FILE.jsonl has; a torn last line is cut.
+    """Write predictions of items into FILE.jsonl or FILE.csv as they are made, by `write`, and yield
+    each once it is written. `resume` goes on after the lines that FILE.jsonl has; a torn last line is cut.
 
     Raises:
         ValueError: The file has another name, it is there already, or its lines are of other
@@ -184,10 +205,10 @@ def write_output(
         OSError: The file can't be written.
     """
     path = expand_home(path)
-    if path.suffix != ".jsonl" and (resume or path.suffix != ".csv"):
-        raise ValueError(
-            f"{path} ends neither in .jsonl nor in .csv; --resume goes on with .jsonl alone"
-        )
+    if path.suffix not in (".jsonl", ".csv"):
+        raise ValueError(f"{path} must end in .jsonl or .csv")
+    if resume and path.suffix == ".csv":
+        raise ValueError(f"--resume goes on with .jsonl alone, not with {path}")
     if path.exists():
         if not resume:
             raise ValueError(f"{path} is there already; add --resume, or choose another --output")
@@ -195,7 +216,7 @@ def write_output(
     # a line is written whole, at once; a second process finds the file
     mode = "a" if resume else "x"
     with path.open(mode, encoding="utf-8", errors="surrogateescape", buffering=1) as file:
-        yield from write_predictions(predict(items), file=file, kind=path.suffix[1:])
+        yield from write(predict(items), file=file, kind=path.suffix[1:])
 
 
 def _skip(path: Path, items: Items) -> None:
