@@ -113,7 +113,7 @@ def test_a_column_of_the_table_is_read(
         num_heads=2,
     )
     arguments = ("evaluate", model, "--data", data, "--split", "all", "--num-examples", "0", "--by")
-    printed = cli.succeed(*arguments, "Site Name,group,scanner", "--output", out)
+    printed = cli.succeed(*arguments, "Site Name,group,scanner", "--output", out).out
     evaluation = json.loads((out / "evaluation.json").read_text())
     sites, patients = evaluation["subgroups"]["Site Name"], evaluation["subgroups"]["group"]
     assert [row["num_images"] for row in patients] == [6] * 8
@@ -127,8 +127,9 @@ def test_a_column_of_the_table_is_read(
     report = (out / "report.html").read_text()
     assert 'id="subgroups"' in report
     for text in (printed, report):
-        assert text.count("tells the class") == 1
-        assert "scanner tells the class (S0: 100 % b, S1: 100 % c)" in " ".join(text.split())
+        said = " ".join(text.split())
+        assert said.count("tells the class") == 1
+        assert "scanner tells the class (S0: 100 % b, S1: 100 % c)" in said
     assert all(f"<td>Site {number}</td>" in report for number in range(3))
     message = cli.fail(*arguments, "camera")
     assert (

@@ -87,9 +87,9 @@ def evaluate(
             f1 is the best on these. LABEL:RULE names the label. None: the
             model file's, otherwise 0.5 for a label and the most probable
             class. `.save` writes the model file with it.
-        ordered: The classes are grades: measure the quadratic weighted kappa,
-            too. So it is for 3 to 20 whole numbers other than the ten digits.
-            Names that are no numbers have the model's order.
+        ordered: The classes are grades, in the model's order: measure the
+            quadratic weighted kappa. It always is for 3 to 20 whole numbers
+            other than the ten digits.
         num_examples: Errors that the report shows, each with its map.
         batch_size: Images at a time. None: 64 on a CPU, 256 on a GPU.
         device: Device: auto, cpu, cuda, cuda:N or mps. A module stays where it
@@ -169,7 +169,7 @@ def evaluate(
             notes += said
         if ordered and order is not None:
             grades = ", ".join(bundle.class_names[place] for place in order)
-            notes.append(f"the classes are grades, the lowest first: {shorten(grades)}")
+            notes.append(f"grades, the lowest first: {shorten(grades)}")
         notes += _describe_images(fitted, images)
         if logits is None:
             logits = _predict(predictor, images, title="evaluating")
@@ -249,8 +249,7 @@ def _measure(
     notes: list[str],
     conditions: dict[str, str],
 ) -> tuple[Scores, Evaluation]:
-    """Measure logits, of all images and by columns, see `read_values`, with the order of the classes
-    if they have one."""
+    """Measure logits, of all images and by columns, see `read_values` and `find_order`."""
     dataset = images.dataset
     scores = score_logits(
         logits,

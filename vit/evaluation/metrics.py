@@ -226,20 +226,17 @@ def _list_proportions(scores: Scores) -> dict[str, Bools]:
 
 
 def find_order(bundle: Bundle, is_wanted: bool) -> list[int] | None:
-    """Return the classes of a model from the lowest to the highest grade: 3 to 20 whole numbers, but
-    not the ten digits, which are pictures of signs; or any, in the model's order, if that `is_wanted`.
-    None for other classes. Raises ValueError if it is wanted for labels."""
+    """Return the classes of a model from the lowest grade to the highest, if they are 3 to 20 whole
+    numbers, but not the ten digits, whose pictures have no order; or any, in the model's order, if
+    it `is_wanted`. None for others. Raises ValueError if it is wanted for several labels."""
     names = bundle.class_names
-    if bundle.is_multilabel:
-        if is_wanted:
-            raise ValueError("--ordered is for one class an image, and this model has labels")
-        return None
     are_numbers = all(name.isdecimal() for name in names)
     are_grades = are_numbers and 3 <= len(names) <= _MAX_GRADES and set(names) != set(digits)
-    if not are_grades and not is_wanted:
+    if bundle.is_multilabel and is_wanted:
+        raise ValueError("--ordered is for one class an image; this model has several labels")
+    if bundle.is_multilabel or not (are_grades or is_wanted):
         return None
-    places = list(range(len(names)))
-    return sorted(places, key=lambda place: int(names[place])) if are_numbers else places
+    return sorted(range(len(names)), key=lambda place: int(names[place]) if are_numbers else place)
 
 
 def measure(
@@ -249,8 +246,8 @@ def measure(
     *,
     order: list[int] | None = None,
 ) -> Measures:
-    """Compute the metrics, their 95 % intervals, and a row for each class or label; with the order
-    of the classes the quadratic weighted kappa, too.
+    """Compute the metrics, with an `order` also the quadratic weighted kappa (Cohen 1968), their
+    95 % intervals, and a row for each class or label.
 
     The intervals of proportions are Clopper and Pearson's, those of averages over classes and of
     areas under curves the jackknife's. Loss, calibration error and Brier score have none. Without
@@ -281,8 +278,7 @@ def measure(
 
 
 def _compute_kappa(scores: Scores, kept: Bools | slice, order: list[int]) -> float:
-    """Compute the quadratic weighted kappa (Cohen 1968) of the images that are kept; NaN if all of
-    them have and get one class."""
+    """Compute the quadratic weighted kappa; NaN if all images have and get one class."""
     # scikit-learn takes a second to import
     from sklearn.metrics import cohen_kappa_score
 

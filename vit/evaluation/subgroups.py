@@ -50,25 +50,22 @@ def describe_confounding(
     column: str, values: Sequence[str], images: EvaluationSet, class_names: Sequence[str]
 ) -> list[str]:
     """Return a sentence if the value of a column tells the class of an image, as a scanner that is
-    used for one class does; none otherwise, and for several labels.
-
-    Each group of images, see `EvaluationSet`, counts once for each value and class that it has. Its
-    class is predicted as the most frequent one of other groups with its value. So values of a
-    single image or patient tell nothing. The value tells the class if at least 95 % are right, and
-    fewer than a fifth as many are wrong as by the most frequent class of all.
-    """
+    used for one class does. It does if 95 % of the groups of images have the class that most others
+    with their value have, and fewer than a fifth as many don't as don't have the most frequent
+    class of all. So values of a single image or patient tell nothing."""
     if images.labels.ndim == 2 or len(class_names) < 2:
         return []
-    names, places = np.unique(np.array(values, dtype=object), return_inverse=True)
+    names, places = np.unique(values, return_inverse=True)
     clusters = number_clusters(images.dataset.groups, len(images))
+    # a group counts once for each value and class
     rows = np.unique(np.stack([clusters, places, images.labels]), axis=1)
     counts = np.zeros((len(names), len(class_names)), int)
     np.add.at(counts, (rows[1], rows[2]), 1)
     second, first = np.sort(counts, axis=1)[:, -2:].T
     # without itself, a group must still see more of its class than of another
     total, right = counts.sum(), first[first - 1 > second].sum()
-    guessed = counts.sum(axis=0).max()
-    if total < _MIN_GROUPS or right < 0.95 * total or total - right >= (total - guessed) / 5:
+    others = total - counts.sum(axis=0).max()
+    if total < _MIN_GROUPS or right < 0.95 * total or total - right >= others / 5:
         return []
     told = [
         f"{name or 'no value'}: {format_percent(row.max() / row.sum(), row.sum())}"

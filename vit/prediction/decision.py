@@ -53,12 +53,9 @@ def find_classes(names: Sequence[str], model_classes: Sequence[str]) -> list[int
 
 def restrict(bundle: Bundle, classes: Sequence[str]) -> tuple[Bundle, list[int]]:
     """Return a model as one of some of its classes, in its order, and the places of their logits;
-    without names, all of them.
-
-    The softmax of these logits is the probability of each class if one of them is right. Thresholds
-    of prediction sets and of one class against the rest hold for all classes only, and are left
-    out. Raises ValueError for unknown classes, and for a single one whose probability would be 1.
-    """
+    without names, all of them. Thresholds of prediction sets and of one class against the rest hold
+    for all classes only, and are left out. Raises ValueError for unknown classes, and for a single
+    one whose probability would be 1."""
     if not classes:
         return bundle, list(range(len(bundle.class_names)))
     places = sorted(set(find_classes(classes, bundle.class_names)))
@@ -73,13 +70,10 @@ def restrict(bundle: Bundle, classes: Sequence[str]) -> tuple[Bundle, list[int]]
 
 def describe_restriction(bundle: Bundle) -> str:
     """Return a sentence on a model that `restrict` returned."""
-    names = shorten(", ".join(bundle.class_names))
+    text = f"only these can be predicted: {shorten(', '.join(bundle.class_names))}"
     if bundle.is_multilabel:
-        return f"only these labels are given: {names}"
-    return (
-        f"only these classes can occur: {names}; their probabilities add up to 1, and neither"
-        " prediction sets nor an operating point apply"
-    )
+        return text
+    return f"{text}; they share the probability, without prediction sets or an operating point"
 
 
 def compute_probabilities(bundle: Bundle, logits: Float32s) -> Floats:

@@ -15,10 +15,13 @@ _NUM_NEIGHBOURS = 5
 _BLOCK = 1 << 23
 
 
-def find_nearest(features: Features, references: Features, count: int) -> tuple[Ints, Float32s]:
+def find_nearest(
+    features: Features, references: Features, count: int, *, groups: Ints | None = None
+) -> tuple[Ints, Float32s]:
     """Find for each row of `features`, [n, D], the rows of `references`, [m, D], with the largest
-    cosine. Returns indices and cosines of these neighbours, [n, count] each, the nearest first; m
-    where there are fewer."""
+    cosine. With `groups`, [n], the two are one set, and a row's own group has a cosine of −∞. Returns
+    indices and cosines of these neighbours, [n, count] each, the nearest first; m where there are
+    fewer."""
     queries, units = (torch.from_numpy(normalize_rows(each)) for each in (features, references))
     count = min(count, len(units))
     rows = max(1, _BLOCK // len(units))
@@ -26,6 +29,9 @@ def find_nearest(features: Features, references: Features, count: int) -> tuple[
     # at least one block: an empty batch gives empty results
     for start in range(0, max(len(queries), 1), rows):
         cosines = queries[start : start + rows] @ units.T
+        if groups is not None:
+            is_own = groups[start : start + rows, None] == groups
+            cosines[torch.from_numpy(is_own)] = -torch.inf
         found = cosines.topk(count)
         indices.append(found.indices)
         nearest.append(found.values)

@@ -50,13 +50,12 @@ def predict(
         images: Files, folders, PIL images, uint8 arrays [H, W, 3] or
             [n, H, W, 3], or one of them; also tables that name images, and
             data sets in Python. Labels aren't needed.
-        classes: The only classes that can occur, such as cat,dog.
-            Probabilities add up to 1 over them, and there are no prediction
-            sets; a model of several labels gives these labels alone.
+        classes: The only classes that can occur, such as cat,dog. They share
+            the probability, without prediction sets. Of several labels these
+            alone are given.
         top_k: Classes for each image.
-        columns: Columns of FILE.csv: answers, or classes: the probability of
-            each class in the model's order, after the image as its table
-            names it.
+        columns: Columns of FILE.csv: answers, or classes: the image as its
+            table names it, and the probability of each class.
         output: File to write as predictions are made: FILE.jsonl or FILE.csv.
             The result then holds no predictions.
         resume: Go on with the `output` of a command that was stopped, JSON
@@ -72,8 +71,8 @@ def predict(
         have several labels, `.labels` has those it is predicted to have.
 
     Raises:
-        ValueError: The model can't be opened or doesn't know one of
-            `classes`, or an input is not an image.
+        ValueError: The model can't be opened, a class is unknown, or an input
+            is not an image.
 
     Example:
         >>> result = vit.predict("runs/digits", "photo.png", top_k=3)

@@ -76,30 +76,25 @@ class Predictor:
 
     def __getstate__(self) -> dict[str, Any]:
         # a process that gets a predictor opens the model itself
-        opened = ("whole_bundle", "_restricted", "batch_predictor")
+        opened = ("_opened", "batch_predictor")
         return {name: value for name, value in vars(self).items() if name not in opened}
 
     @cached_property
-    def whole_bundle(self) -> Bundle:
-        """The model, opened, with all its classes."""
-        bundle = open_model(self.model, device=self.device)
-        require_classifier(bundle)
-        return bundle
-
-    @cached_property
-    def _restricted(self) -> tuple[Bundle, list[int]]:
-        return restrict(self.whole_bundle, self.classes)
+    def _opened(self) -> tuple[Bundle, Bundle, list[int]]:
+        whole = open_model(self.model, device=self.device)
+        require_classifier(whole)
+        return (whole, *restrict(whole, self.classes))
 
     @property
     def bundle(self) -> Bundle:
-        """The model with the classes that answers are restricted to."""
-        return self._restricted[0]
+        """The model, opened, with the classes that can be predicted."""
+        return self._opened[1]
 
     @cached_property
     def batch_predictor(self) -> BatchPredictor:
         """The inference loop."""
         return BatchPredictor.from_bundle(
-            self.whole_bundle, batch_size=self.batch_size, precision=self.precision
+            self._opened[0], batch_size=self.batch_size, precision=self.precision
         )
 
     def __call__(self, images: Iterable[Any] | Mapping[str, Any]) -> Columns:
@@ -152,7 +147,7 @@ class Predictor:
 
     def predict_pixels(self, batch: Sequence[tuple[str, Pixels]]) -> Iterator[Prediction]:
         """Yield the prediction of each image of a batch, given its name and the input's pixels."""
-        (bundle, places), predictor = self._restricted, self.batch_predictor
+        (_, bundle, places), predictor = self._opened, self.batch_predictor
         names = bundle.class_names
         read = read_from([pixels for _, pixels in batch])
         p_values: list[float | None] = [None] * len(batch)

@@ -155,9 +155,8 @@ def write_probabilities(
     file: IO[str],
     kind: str = "csv",
 ) -> Iterator[Prediction]:
-    """Write a line of CSV for each prediction, and yield the prediction once it is written: the name
-    of the image, or its path without `names`, and the probability of each class, empty for an image
-    that can't be read. `header` names these columns."""
+    """Write a line of CSV for each prediction, and yield it once it is written: the name of the image,
+    or its path without `names`, and the probabilities, empty for an image that can't be read."""
     table = csv.writer(file, lineterminator="\n")
     table.writerow(map(_format_cell, header))
     for place, prediction in enumerate(predictions):

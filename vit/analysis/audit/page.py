@@ -1,4 +1,5 @@
-"""The page of an audit: one HTML file that shows each suspect with its photo and nearest images.
+"""The page of an audit: one HTML file that shows each suspect with its photo and nearest images,
+and the most unusual images.
 
 Suspects are accepted or rejected by keyboard, and the page saves corrections.csv.
 """
@@ -19,6 +20,7 @@ _TEMPLATE = Path(__file__).with_name("audit.html.jinja")
 # More would make a page of tens of megabytes; audit.json has all.
 _MAX_SUSPECTS = 200
 _MAX_PAIRS = 50
+_MAX_UNUSUAL = 48
 # pixels
 _SIDE = 288
 _THUMBNAIL_SIDE = 112
@@ -28,8 +30,9 @@ def build_audit_page(audit: Audit, images: ImageDataset) -> str:
     """Build the page. Images that are not decoded are read if it shows them."""
     suspects = audit.label_errors[:_MAX_SUSPECTS]
     pairs = audit.near_duplicates[:_MAX_PAIRS]
+    unusual = audit.unusual[:_MAX_UNUSUAL]
     places = {printable(image_id): index for index, image_id in enumerate(images.ids)}
-    small = {path for pair in pairs for path in pair.paths}
+    small = {path for pair in pairs for path in pair.paths} | {each.path for each in unusual}
     for error in suspects:
         for near in audit.neighbours[error.path].values():
             small |= {path for path, _ in near}
@@ -42,6 +45,7 @@ def build_audit_page(audit: Audit, images: ImageDataset) -> str:
         "model": name_model(audit.model),
         "top1": format_percent(audit.top1, audit.num_images),
         "suspects": [asdict(error) for error in suspects],
+        "unusual": unusual,
         "pairs": pairs,
         "photos": encode((error.path for error in suspects), _SIDE),
         "thumbnails": encode(small, _THUMBNAIL_SIDE),

@@ -54,7 +54,7 @@ def audit(
     device: str = "auto",
     precision: str = "auto",
 ) -> AuditResult:
-    """Look for likely label errors and near-duplicates.
+    """Look for likely label errors, unusual images and near-duplicates.
 
     Args:
         data: A data set's name, a folder with a folder for each class, a

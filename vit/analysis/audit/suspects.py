@@ -1,4 +1,4 @@
-"""Look for problems in labelled images: wrong labels and near-duplicates.
+"""Look for problems in labelled images: wrong labels, unusual images and near-duplicates.
 
 Only a linear classifier is trained, on the features of a model. Label errors come from cleanlab
 (Northcutt et al. 2021, "Confident learning: estimating uncertainty in dataset labels").
@@ -23,6 +23,10 @@ from vit.prediction.probabilities import Bools, Float32s, Floats, Ints
 
 _NUM_FOLDS = 5
 _NUM_NEIGHBOURS = 5
+# unusual images that are listed even if none is flagged
+_NUM_UNUSUAL = 100
+# interquartile ranges above the third quartile from which a distance is flagged
+_FENCE = 2.5
 
 # path of a near image, and the cosine of the features
 Neighbours = Sequence[tuple[str, float]]
@@ -48,6 +52,17 @@ class LabelError:
 
 
 @dataclass(frozen=True)
+class UnusualImage:
+    """An image, its label, and as its score its mean distance to the five nearest images of other
+    groups, 1 minus the cosine of the features. It is flagged if few images are as far away."""
+
+    path: str
+    label: str
+    score: float
+    is_flagged: bool
+
+
+@dataclass(frozen=True)
 class NearDuplicate:
     """Two images with equal pixels (`exact`) or with similar perceptual hashes."""
 
@@ -61,6 +76,7 @@ class Audit:
     """Possible problems of a data set, the most likely first.
 
     Attributes:
+        unusual: The flagged images and, flagged or not, at least the 100 most unusual.
         top1: Out-of-fold accuracy of the linear classifier, which says how good the features are;
             for several labels, the share of images of which all are right.
         not_examined: Classes whose labels are not examined: all their images are copies of one
@@ -73,6 +89,7 @@ class Audit:
     """
 
     label_errors: list[LabelError]
+    unusual: list[UnusualImage]
     near_duplicates: list[NearDuplicate]
     top1: float
     num_images: int
@@ -85,11 +102,17 @@ class Audit:
     model_sha256: str
     neighbours: Mapping[str, Mapping[str, Neighbours]]
 
+    @property
+    def num_unusual(self) -> int:
+        """Number of flagged images."""
+        return sum(image.is_flagged for image in self.unusual)
+
     def __repr__(self) -> str:
         """One line, because notebooks show a result that ends a cell."""
         return (
             f"Audit({self.num_images} images of {self.data}: {len(self.label_errors)} likely label"
-            f" errors, {len(self.near_duplicates)} pairs of near-duplicates)"
+            f" errors, {self.num_unusual} unusual, {len(self.near_duplicates)} pairs of"
+            " near-duplicates)"
         )
 
 
@@ -146,6 +169,9 @@ def audit_images(
             side: _find_nearest_with(text, place, texts, features, paths)
             for side, text in (("given", error.given), ("suggested", error.suggested))
         }
+    distances, is_unusual = find_unusual(features, groups)
+    most = np.argsort(-distances, kind="stable")[: max(_NUM_UNUSUAL, is_unusual.sum())]
+    facts = zip(most.tolist(), distances[most].tolist(), is_unusual[most].tolist(), strict=True)
     near_duplicates = [
         NearDuplicate((paths[first], paths[second]), (texts[first], texts[second]), exact)
         for first, second, exact in find_pairs(dataset.hashes)
@@ -154,6 +180,7 @@ def audit_images(
     near_duplicates.sort(key=lambda pair: (pair.classes[0] == pair.classes[1], not pair.exact))
     return Audit(
         label_errors=errors,
+        unusual=[UnusualImage(paths[place], texts[place], *rest) for place, *rest in facts],
         near_duplicates=near_duplicates,
         top1=float((predicted == marks[examined]).all(axis=1).mean()),
         num_images=len(dataset),
@@ -257,6 +284,20 @@ def find_label_errors(
             whole[known] = suggested[row]
             found.append((row, whole, float(1 - lowest[row])))
     return found
+
+
+def find_unusual(features: Float32s, groups: Ints) -> tuple[Floats, Bools]:
+    """Compute how far each image is from its nearest ones of other groups, [n], by the features,
+    [n, D], and which distances are unusual, [n]. See `UnusualImage`.
+
+    The mean distance to the nearest neighbours is cleanlab's score (Kuan & Mueller 2022, "Back to
+    the basics: revisiting out-of-distribution detection baselines").
+    """
+    _, cosines = find_nearest(features, features, _NUM_NEIGHBOURS, groups=groups)
+    # there may be fewer other images
+    distances = np.ma.masked_invalid(1 - cosines.astype(np.float64)).mean(axis=1).filled(0)
+    low, high = np.quantile(distances, (0.25, 0.75))
+    return distances, distances > high + _FENCE * (high - low)
 
 
 def _find_nearest_with(
