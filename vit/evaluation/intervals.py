@@ -58,10 +58,9 @@ def compute_design_effect(outcomes: Bools, clusters: Ints) -> float:
     """Compute the factor by which groups widen the variance of a proportion; 1 without groups. See
     `compute_clustered_interval`.
 
-    Kish's design effect is 1 + ρ (Σm²/n − 1) for groups of m images whose correlation is ρ. Its
-    estimate from few groups is often far too small. Therefore it is drawn towards its value at
-    ρ = 1, as if half a group had shown that one. The variance of few groups is itself uncertain, so
-    that Student's t with their degrees of freedom replaces that of the images (Korn & Graybill).
+    Kish's design effect is 1 + ρ (Σm²/n − 1) for groups of m images with a correlation ρ. From few
+    groups it is often far too small, so it is drawn towards its value at ρ = 1, as if half a group
+    had shown that one, and widened by Student's t with their degrees of freedom (Korn & Graybill).
     """
     count = len(outcomes)
     deviations = outcomes - outcomes.mean()

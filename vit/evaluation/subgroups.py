@@ -41,7 +41,7 @@ def read_values(dataset: ImageDataset, column: str) -> dict[str, str]:
     if count > _MAX_VALUES:
         raise ValueError(
             f"--by {shorten(column)}: it has {count:,} values, and a table shows at most"
-            f" {_MAX_VALUES}; add a column of fewer, such as ranges"
+            f" {_MAX_VALUES}; add a column of fewer"
         )
     return values
 
