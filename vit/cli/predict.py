@@ -92,10 +92,10 @@ def _predict(images: list[str], keywords: dict[str, Any]) -> None:
     if output:
         echo(f"{count:,} predictions were written into {output}")
     if num_unreadable:
-        reason = "their lines say why"
+        text = f"{num_unreadable} of {count} images could not be read; their lines say why"
         if keywords["columns"] == "classes":
-            reason = f"their cells are empty; the last: {last}"
-        echo(f"{num_unreadable} of {count} images could not be read; {reason}", err=True)
+            text = f"{num_unreadable} of {count} images could not be read, the last: {last}"
+        echo(text, err=True)
         if num_unreadable == count:
             raise typer.Exit(1)
 

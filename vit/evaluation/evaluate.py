@@ -154,8 +154,8 @@ def evaluate(
         if found is not None:
             notes.append(
                 "each image is predicted by a linear probe that has seen neither it nor its group;"
-                " the model itself is trained on all images; intervals may be a little too narrow,"
-                " because the probes share training images (Bates, Hastie & Tibshirani 2021)"
+                " intervals may be a little too narrow, because the probes share training images"
+                " (Bates, Hastie & Tibshirani 2021)"
             )
             images, logits = _select(images, found), found.logits
         # the operating point changes what is predicted, but no logits
@@ -214,8 +214,7 @@ def _select(images: EvaluationSet, found: Predictions) -> EvaluationSet:
     chosen = np.array([place_of.get(name, -1) for name in ids])
     if (chosen < 0).any() or (images.dataset.digests[chosen] != found.digests).any():
         raise ValueError(
-            "the images have changed since the run was cross-validated; train it again, or name"
-            " other images with --data"
+            "the images have changed since the run was cross-validated; train it again, or add --data"
         )
     dataset = replace(images.dataset.subset(chosen), split=CROSS_VALIDATION)
     return replace(images, dataset=dataset, ids=tuple(ids), labels=images.labels[chosen])
@@ -226,10 +225,7 @@ def _describe_images(bundle: Bundle, images: EvaluationSet) -> list[str]:
     notes = []
     validation = bundle.data.get("splits", {}).get("validation", {})
     if images.dataset.fingerprint == validation.get("fingerprint"):
-        notes.append(
-            "training chose the model by these images, so its accuracy on them is too high: quote"
-            " its accuracy on other images"
-        )
+        notes.append("training chose the model by these images: quote its accuracy on other images")
     if images.num_groups < len(images):
         notes.append(
             f"these {len(images):,} images are of {images.num_groups:,} groups, such as copies;"

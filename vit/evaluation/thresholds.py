@@ -33,8 +33,7 @@ class Rule(NamedTuple):
 
 def parse_rule(text: str, bundle: Bundle) -> Rule:
     """Read a rule, such as "sensitivity=0.95", "effusion:precision=0.8" or "f1". For one class of
-    more than two it must name the class. Raises ValueError if it is none, or names no class of the
-    model."""
+    more than two it must name the class. Raises ValueError for any other."""
     match = _RULE.fullmatch(text)
     # F1 needs no rate
     rate = float((match and match["value"]) or 1)
@@ -73,7 +72,7 @@ def choose_operating_point(
     thresholds = {}
     sentences = [f"the operating point was chosen on {where}"]
     if images.dataset.split == CROSS_VALIDATION:
-        sentences[0] += ", the measured ones, so that its rates on them are a little too good"
+        sentences[0] += ", the measured ones: its rates on them are a little too good"
     for place in places:
         columns = (probabilities[:, place], marks[:, place])
         try:

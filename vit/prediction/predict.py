@@ -1,7 +1,6 @@
 """Class probabilities and features of any images: `vit.predict` and `vit.embed`."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -17,13 +16,7 @@ from vit.prediction.batch_predictor import BatchPredictor, Pixels, read_from
 from vit.prediction.decision import describe_restriction
 from vit.prediction.predictor import Predictor, decode_batches
 from vit.prediction.probabilities import Float32s
-from vit.prediction.records import (
-    Prediction,
-    PredictionResult,
-    write_output,
-    write_predictions,
-    write_probabilities,
-)
+from vit.prediction.records import Items, Prediction, PredictionResult, write_output
 from vit.runtime.arguments import check_minimum
 from vit.runtime.console import echo
 from vit.runtime.files import expand_home
@@ -125,21 +118,23 @@ def iterate_predictions(
         raise ValueError("--resume goes on in a file; name it with --output")
     if columns == "classes" and Path(output or "").suffix != ".csv":
         raise ValueError("--columns classes writes a table; name it with --output FILE.csv")
-    predictor, items = Predictor(model, **options), list_inputs(images)
+    predictor = Predictor(model, **options)
+    items: Items = list_inputs(images)
+    header: list[str] = []
     if predictor.classes:
         echo(describe_restriction(predictor.bundle), err=True)
+    if columns == "classes":
+        header = ["path"]
+        if isinstance(images, str | Path) and is_table(expand_home(images)):
+            header[0], names, files = list_rows(expand_home(images))
+            items = zip(names, files, strict=True)
+        header += predictor.bundle.class_names
     if output is None:
         yield from predictor.predict_items(items)
-        return
-
-    write = write_predictions
-    if columns == "classes":
-        named, names = "path", None
-        if isinstance(images, str | Path) and is_table(expand_home(images)):
-            named, names, _ = list_rows(expand_home(images))
-        header = [named, *predictor.bundle.class_names]
-        write = partial(write_probabilities, names, header=header)
-    yield from write_output(output, items, predictor.predict_items, write=write, resume=resume)
+    else:
+        yield from write_output(
+            output, items, predictor.predict_items, header=header, resume=resume
+        )
 
 
 @keeps_mode

@@ -122,7 +122,7 @@ class PredictionResult(Result):
 
 
 def write_predictions(
-    predictions: Iterable[Prediction], *, file: IO[str], kind: str
+    predictions: Iterable[Prediction], *, file: IO[str], kind: str, header: Sequence[str] = ()
 ) -> Iterator[Prediction]:
     """Write a line for each prediction, and yield the prediction once it is written.
 
@@ -131,38 +131,26 @@ def write_predictions(
             escaped. "csv": `COLUMNS`, with � for control characters, an apostrophe where a
             spreadsheet would see a formula, and bars between several names. "table": lines for a
             reader, with the path whole, so that it can be copied.
+        header: Other columns of CSV: the image, and the probability of each class.
     """
     # without carriage returns, so that command-line tools can read the last column
-    table = csv.DictWriter(file, COLUMNS, extrasaction="ignore", lineterminator="\n")
+    table = csv.writer(file, lineterminator="\n")
     if kind == "csv":
-        table.writeheader()
+        table.writerow(map(_format_cell, header or COLUMNS))
     for prediction in predictions:
-        if kind == "csv":
-            cells = prediction.to_dict().items()
-            table.writerow({name: _format_cell(value) for name, value in cells})
+        if header:
+            # an id of a table stays as it is there
+            path = prediction.path if header[0] != "path" else _format_cell(prediction.path)
+            missing = [""] * (len(header) - 1)
+            values = missing if prediction.probabilities is None else prediction.probabilities
+            table.writerow([path, *map(str, values)])
+        elif kind == "csv":
+            cells = prediction.to_dict()
+            table.writerow(_format_cell(cells.get(name)) for name in COLUMNS)
         elif kind == "table":
             file.write(f"{_format_line(prediction)}\n")
         else:
             file.write(f"{json.dumps(prediction.to_dict())}\n")
-        yield prediction
-
-
-def write_probabilities(
-    names: Sequence[str] | None,
-    predictions: Iterable[Prediction],
-    *,
-    header: Sequence[str],
-    file: IO[str],
-    kind: str = "csv",
-) -> Iterator[Prediction]:
-    """Write a line of CSV for each prediction, and yield it once it is written: the name of the image,
-    or its path without `names`, and the probabilities, empty for an image that can't be read."""
-    table = csv.writer(file, lineterminator="\n")
-    table.writerow(map(_format_cell, header))
-    for place, prediction in enumerate(predictions):
-        values = prediction.probabilities
-        cells = [""] * (len(header) - 1) if values is None else map(str, values)
-        table.writerow([names[place] if names else _format_cell(prediction.path), *cells])
         yield prediction
 
 
@@ -192,11 +180,11 @@ def write_output(
     items: Items,
     predict: Callable[[Items], Iterable[Prediction]],
     *,
-    write: Callable[..., Iterator[Prediction]] = write_predictions,
+    header: Sequence[str] = (),
     resume: bool = False,
 ) -> Iterator[Prediction]:
-    """Write predictions of items into FILE.jsonl or FILE.csv as they are made, by `write`, and yield
-    each once it is written. `resume` goes on after the lines that FILE.jsonl has; a torn last line is cut.
+    """Write predictions of items into FILE.jsonl or FILE.csv, see `write_predictions`, and yield each
+    once it is written. `resume` goes on after the lines that FILE.jsonl has; a torn last line is cut.
 
     Raises:
         ValueError: The file has another name, it is there already, or its lines are of other
@@ -215,7 +203,8 @@ def write_output(
     # a line is written whole, at once; a second process finds the file
     mode = "a" if resume else "x"
     with path.open(mode, encoding="utf-8", errors="surrogateescape", buffering=1) as file:
-        yield from write(predict(items), file=file, kind=path.suffix[1:])
+        kind = path.suffix[1:]
+        yield from write_predictions(predict(items), file=file, kind=kind, header=header)
 
 
 def _skip(path: Path, items: Items) -> None:
