@@ -25,8 +25,9 @@ _NUM_FOLDS = 5
 _NUM_NEIGHBOURS = 5
 # unusual images that are listed even if none is flagged
 _NUM_UNUSUAL = 100
-# interquartile ranges above the third quartile from which a distance is flagged
-_FENCE = 2.5
+# Interquartile ranges above the third quartile from which a distance is flagged: 0.9 % of ordinary
+# images of Imagenette and CIFAR-10. Cleanlab's 1.7 flags 2 %.
+_FENCE = 2.2
 
 # path of a near image, and the cosine of the features
 Neighbours = Sequence[tuple[str, float]]
