@@ -1,12 +1,15 @@
 """The metrics are scikit-learn's, to 1e-9."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from scipy.special import softmax
 from sklearn import metrics as sklearn_metrics
 
 from tests.evaluation.conftest import MakePredictions
-from vit.evaluation.metrics import compute_metrics, measure, score_logits
+from vit.bundle import Bundle
+from vit.evaluation.metrics import compute_metrics, find_order, measure, score_logits
 
 
 @pytest.mark.parametrize(("count", "classes"), [(37, 3), (5000, 10), (300, 200)])
@@ -98,3 +101,26 @@ def test_logits_that_are_not_numbers_are_no_hits() -> None:
     message = "2 of 3 images have NaN or infinity among their logits"
     with pytest.raises(ValueError, match=message):
         compute_metrics(scores)
+
+
+def test_kappa_of_grades_is_scikit_learns(
+    make_predictions: MakePredictions, bundle: Bundle
+) -> None:
+    # as names are sorted, which is not the order of the grades
+    names = tuple(sorted(map(str, range(11))))
+    logits, labels = make_predictions(300, 11)
+    order = find_order(replace(bundle, class_names=names), False)
+    assert order is not None
+    assert [names[place] for place in order] == [str(grade) for grade in range(11)]
+    found = measure(score_logits(logits, labels), order=order)
+    grades = np.array(list(map(int, names)))
+    expected = sklearn_metrics.cohen_kappa_score(
+        grades[labels], grades[logits.argmax(axis=1)], weights="quadratic"
+    )
+    assert found.metrics["quadratic_kappa"] == pytest.approx(expected)
+    low, high = found.intervals["quadratic_kappa"]
+    assert low < expected < high
+    for others in ("0123456789", "ab", "01"):
+        classes = replace(bundle, class_names=tuple(others))
+        assert find_order(classes, False) is None
+        assert find_order(classes, True) == list(range(len(others)))

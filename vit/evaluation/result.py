@@ -130,9 +130,9 @@ class Evaluation(BaseModel):
             interval = ""
             if value is not None and bounds:
                 text, interval = self._percent(value), format_interval(bounds, self.num_images)
-            # it may be negative, and is no fraction of images
-            if title == _TITLES["quadratic_kappa"] and bounds:
-                text, interval = f"{value:.3f}", "{:.2f} to {:.2f}".format(*bounds)
+                # it may be negative, and is no fraction of images
+                if title == _TITLES["quadratic_kappa"]:
+                    text, interval = f"{value:.3f}", "{:.2f} to {:.2f}".format(*bounds)
             rows.append((title, text, interval))
         return rows
 

@@ -6,7 +6,7 @@ from cleanlab.filter import find_label_issues
 from sklearn.datasets import load_digits
 from sklearn.kernel_approximation import Nystroem
 
-from vit.analysis.audit.suspects import find_label_errors, predict_out_of_fold
+from vit.analysis.audit.suspects import find_label_errors, find_unusual, predict_out_of_fold
 
 
 def mark(labels: np.ndarray, num_classes: int) -> np.ndarray:
@@ -87,3 +87,15 @@ def test_no_image_is_judged_by_a_classifier_that_saw_its_group(several: bool) ->
     # images apart from their copies are known by them
     apart = predict_out_of_fold(features, given, np.arange(400), is_multilabel=several)
     assert ((apart >= 0.5) == given).mean() > 0.9
+
+
+def test_images_far_from_the_others_are_unusual_though_they_have_copies() -> None:
+    rng = np.random.default_rng(0)
+    centres = 5 * rng.normal(size=(2, 32)).repeat(100, axis=0)
+    odd = 5 * rng.normal(size=(4, 32)).repeat(8, axis=0)
+    features = np.concatenate([centres, odd]) + 0.5 * rng.normal(size=(232, 32))
+    groups = np.concatenate([np.arange(200), np.repeat(np.arange(200, 204), 8)])
+    distances, is_unusual = find_unusual(features.astype(np.float32), groups)
+    assert set(np.argsort(-distances)[:32]) == set(range(200, 232))
+    assert is_unusual[200:].all()
+    assert is_unusual[:200].mean() <= 0.01
