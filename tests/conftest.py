@@ -261,6 +261,21 @@ def tiny_bundle(tiny_model_file: Path) -> Any:
     return load_bundle(tiny_model_file)
 
 
+def save_noise(
+    folder: Path, names: Iterable[str], *, size: tuple[int, int] = (20, 30), seed: int = 0
+) -> list[Path]:
+    """Write images of noise of one height and width below a folder, and return their paths."""
+    import numpy as np
+    from PIL import Image
+
+    rng = np.random.default_rng(seed)
+    paths = [folder / name for name in names]
+    for path in paths:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(0, 256, (*size, 3), dtype=np.uint8)).save(path)
+    return paths
+
+
 def hash_images(paths: Iterable[Path]) -> Any:
     """The hashes that a model file records of its training images, a pair of uint64 [n]."""
     import numpy as np

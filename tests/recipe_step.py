@@ -1,17 +1,10 @@
-"""The training step of a packaged recipe, as `vit train` builds it: on a device, or on tensors
-without memory."""
+"""The training step of a packaged recipe, as `vit train` builds it."""
 
-import math
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from vit.config import Config, load_config
 from vit.training.losses import build_loss
@@ -81,13 +74,11 @@ def build_run_plan(config: Config, model: Any = None) -> TrainingPlan:
     return build_plan(config, model, **sizes)
 
 
-def list_sizes(config: Config) -> list[tuple[float, tuple[int, int]]]:
-    """The image sizes (height, width) of the recipe's run, each with the fraction of the epochs
-    that it is for."""
+def list_sizes(config: Config) -> list[tuple[int, int]]:
+    """The image sizes (height, width) of the recipe's run."""
     model, _ = build_model(config, num_classes=count_classes(config))
-    sizes = build_run_plan(config, model).image_sizes or ((1.0, model.patch_embed.img_size),)
-    starts = [0.0, *(until for until, _ in sizes)]
-    return [(until - start, size) for start, (until, size) in zip(starts, sizes, strict=False)]
+    sizes = build_run_plan(config, model).image_sizes
+    return [size for _, size in sizes] if sizes else [model.patch_embed.img_size]
 
 
 def draw_batch(config: Config, size: tuple[int, int], *, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -99,24 +90,3 @@ def draw_batch(config: Config, size: tuple[int, int], *, seed: int = 0) -> tuple
     if config.augment.mixup or config.augment.cutmix:
         return images, torch.rand(count, classes, generator=generator).softmax(dim=1)
     return images, torch.randint(classes, (count,), generator=generator)
-
-
-@contextmanager
-def without_memory() -> Iterator[None]:
-    """Tensors have shapes and no values. They are the CPU's: for CUDA's, torch's backward pass asks
-    for a device. What the code does on a CPU alone is left out; drawing a truncated normal
-    distribution looks at values, and modules can't be moved, nor need they."""
-    with (
-        patch("vit.model.attention.choose_backend", lambda *_: "fused"),
-        patch("vit.optim.muon._BATCHED_WIDTH", math.inf),
-        patch("torch.nn.init.trunc_normal_", lambda tensor, **_: tensor),
-        patch.object(torch.nn.Module, "to", lambda module, *_: module),
-        patch.object(
-            FakeTensorMode, "__deepcopy__", lambda mode, _: mode, create=True
-        ),  # of the weights' average
-        warnings.catch_warnings(
-            action="ignore", category=UserWarning
-        ),  # of copies, that there is no memory
-        FakeTensorMode(),
-    ):
-        yield

@@ -7,12 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import time_to_accuracy
 import train_throughput
-from PIL import Image
 from tables import PAGES, ROOT, build_tables, fill_page
+
+from tests.conftest import save_noise
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -45,14 +45,9 @@ def test_rates_are_medians_over_rounds_that_may_have_been_cut_off() -> None:
 @pytest.fixture
 def images(tmp_path: Path) -> Path:
     """A folder of tiny images in ten classes, with a train and a test split."""
-    random = np.random.default_rng(0)
-    for split, count in (("train", 26), ("test", 2)):
-        for label in range(10):
-            folder = tmp_path / "images" / split / f"class {label}"
-            folder.mkdir(parents=True)
-            for number in range(count):
-                pixels = random.integers(0, 256, (32, 32, 3), dtype=np.uint8)
-                Image.fromarray(pixels).save(folder / f"{number}.png")
+    for split, count in (("train", 260), ("test", 20)):
+        names = [f"{split}/class {number % 10}/{number}.png" for number in range(count)]
+        save_noise(tmp_path / "images", names, size=(32, 32))
     return tmp_path / "images"
 
 

@@ -8,13 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import vit
 from vit.bundle import Bundle, load_bundle, open_model, require_classifier
 from vit.data.preprocess import Preprocess
-from vit.model.model_file import Likeness, compute_checksum, read_model_file, write_model_file
+from vit.model.model_file import Likeness, read_model_file, write_model_file
 from vit.model.vision_transformer import VisionTransformer
 
 
@@ -64,7 +63,9 @@ def test_a_bundle_needs_nothing_else(path: Path) -> None:
     assert bundle.preprocess.mean == (0.1, 0.2, 0.3)
     assert bundle.config == {"train": {"epochs": 3}}
     assert bundle.data["fingerprint"] == "f" * 64
-    assert bundle.metadata["versions"]["vit"] == vit.__version__
+    versions = bundle.metadata["versions"]
+    assert versions["vit"] == vit.__version__
+    assert {"python", "torch", "torchvision", "timm", "numpy", "safetensors"} < versions.keys()
     assert bundle.training_hashes is not None
     assert bundle.training_hashes[0].tolist() == [1, 2**64 - 1]
 
@@ -105,18 +106,6 @@ def test_nan_in_the_weights_is_refused(tmp_path: Path) -> None:
         model.head.weight[0, 0] = float("nan")
     with pytest.raises(ValueError, match=r"head\.weight holds 1 NaN"):
         load_bundle(save(tmp_path / "model.safetensors", model))
-
-
-def test_weights_that_do_not_fit_their_architecture_are_refused(path: Path) -> None:
-    tensors = load_file(path)
-    with safe_open(path, framework="pt") as file:
-        metadata = json.loads(file.metadata()["vit"])
-    metadata["architecture"]["embed_dim"] = 32
-    metadata.pop("content_sha256")
-    metadata["content_sha256"] = compute_checksum(tensors, metadata)
-    save_file(tensors, path, metadata={"vit": json.dumps(metadata)})
-    with pytest.raises(ValueError, match="does not fit this model"):
-        load_bundle(path)
 
 
 def test_files_of_earlier_versions_open_or_say_what_to_do(path: Path) -> None:

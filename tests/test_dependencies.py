@@ -24,8 +24,6 @@ EXTRAS = {
     "deploy/many_machines.py": ["ray"],
     "deploy/export": ["export"],
     "deploy/serve": ["serve"],
-    "evaluation/written.py": ["datasets"],
-    "prediction/output.py": ["datasets"],
 }
 # packages whose models are passed to us, and that of a notebook: they are imported only then
 BROUGHT_BY_THE_USER = {"transformers", "IPython"}

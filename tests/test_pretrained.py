@@ -2,9 +2,7 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
-from PIL import Image
 
 import vit
 from tests.conftest import Launcher
@@ -62,9 +60,3 @@ def test_the_card_has_the_figures_of_the_file() -> None:
     high = evaluation["top1_high"]
     assert f"{evaluation['top1']:.1%} ({low:.1%}–{high:.1%}" in card
     assert low < evaluation["top1"] < high
-
-
-def test_a_gray_and_a_tall_picture_are_predicted() -> None:
-    gray = np.full((300, 20, 3), 128, dtype=np.uint8)
-    result = vit.predict("imagenette", [gray, Image.new("L", (5, 400))])
-    assert all(prediction.error is None for prediction in result.predictions)

@@ -12,9 +12,9 @@ from vit.bundle import load_bundle as load_bundle
 from vit.data.preprocess import Preprocess as Preprocess
 from vit.deploy.export.export_model import export_model as export_model
 from vit.evaluation.evaluate import evaluate as evaluate
-from vit.explanation.attribute import attribute as attribute
 from vit.explanation.capture.forward import capture_attention as capture_attention
 from vit.explanation.explain import explain as explain
+from vit.explanation.methods.maps import attribute as attribute
 from vit.explanation.methods.registry import Method as Method
 from vit.explanation.methods.registry import register_method as register_method
 from vit.explanation.methods.rollout import attention_rollout as attention_rollout

@@ -4,22 +4,18 @@ and exit code 2, or with the right result. Never with a traceback or silently wi
 import json
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 
 import vit
-from tests.conftest import Launcher, SaveModel
+from tests.conftest import Launcher, SaveModel, change_metadata, save_noise
 from vit.bundle import load_bundle
 from vit.data.images import list_images, read_image
 from vit.data.open import open_dataset
-from vit.model.model_file import compute_checksum
+from vit.model.model_file import read_model_file
 
 
 @pytest.fixture(scope="module")
@@ -30,9 +26,7 @@ def model_file(tmp_path_factory: pytest.TempPathFactory, save_model: SaveModel) 
 
 @pytest.fixture
 def photo(tmp_path: Path) -> Path:
-    pixels = np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8)
-    Image.fromarray(pixels).save(tmp_path / "photo.png")
-    return tmp_path / "photo.png"
+    return save_noise(tmp_path, ["photo.png"])[0]
 
 
 @pytest.fixture(autouse=True)
@@ -47,29 +41,6 @@ def within_a_minute() -> Any:
     yield
     signal.alarm(0)
     signal.signal(signal.SIGALRM, before)
-
-
-def change_metadata(path: Path, target: Path, change: Callable[[dict[str, Any]], object]) -> Path:
-    """Return the model file with other metadata and their checksum, as an attacker would write it."""
-    tensors = load_file(path)
-    with safe_open(path, framework="pt") as file:
-        metadata = json.loads(file.metadata()["vit"])
-    change(metadata)
-    metadata.pop("content_sha256", None)
-    metadata["content_sha256"] = compute_checksum(tensors, metadata)
-    save_file(tensors, target, metadata={"vit": json.dumps(metadata)})
-    return target
-
-
-def set_value(place: str, value: object) -> Callable[[dict[str, Any]], None]:
-    *sections, key = place.split(".")
-
-    def change(metadata: dict[str, Any]) -> None:
-        for section in sections:
-            metadata = metadata[section]
-        metadata[key] = value
-
-    return change
 
 
 class TestImages:
@@ -147,7 +118,11 @@ class TestModelFiles:
         place: str,
         value: object,
     ) -> None:
-        path = change_metadata(model_file, tmp_path / "model.safetensors", set_value(place, value))
+        section, _, key = place.partition(".")
+        if key:
+            value = {**read_model_file(model_file).metadata[section], key: value}
+        path = tmp_path / "model.safetensors"
+        change_metadata(model_file, {section: value}, target=path)
         for command in (["info"], ["predict"]):
             images = [photo, "--device", "cpu"] if command == ["predict"] else []
             cli.fail(*command, path, *images)
@@ -168,11 +143,8 @@ class TestModelFiles:
 class TestDataSets:
     @pytest.fixture
     def root(self, tmp_path: Path) -> Path:
-        for name in ("cat", "dog"):
-            (tmp_path / "images" / name).mkdir(parents=True)
-            for number in range(5):
-                pixels = np.random.default_rng(number).integers(0, 256, (8, 8, 3), dtype=np.uint8)
-                Image.fromarray(pixels).save(tmp_path / "images" / name / f"{number}.png")
+        names = [f"{name}/{number}.png" for name in ("cat", "dog") for number in range(5)]
+        save_noise(tmp_path / "images", names, size=(8, 8))
         return tmp_path / "images"
 
     def test_a_link_to_its_own_parent_is_not_followed(self, root: Path) -> None:

@@ -3,16 +3,13 @@
 import io
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
-from PIL import Image
 
-from tests.conftest import Launcher, Outcome, SaveModel
+from tests.conftest import Launcher, Outcome, SaveModel, save_noise
 
 
 @pytest.fixture(scope="module")
@@ -24,9 +21,7 @@ def model_file(tmp_path_factory: pytest.TempPathFactory, save_model: SaveModel) 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("images")
-    rng = np.random.default_rng(0)
-    for name in ("b.png", "a.jpg", "c d.webp"):
-        Image.fromarray(rng.integers(0, 256, (20, 30, 3), dtype=np.uint8)).save(folder / name)
+    save_noise(folder, ("b.png", "a.jpg", "c d.webp"))
     (folder / "broken.png").write_bytes((folder / "b.png").read_bytes()[:200])
     return folder
 
@@ -53,19 +48,6 @@ def test_json_lines_of_a_folder_in_order(
     assert "can't be read" in lines[2]["error"]
     assert [len(line.get("predictions", [])) for line in lines] == [2, 2, 0, 2]
     assert "1 of 4 images could not be read" in err
-
-
-@pytest.mark.extended
-def test_a_list_on_standard_input_goes_through_a_pipe(
-    cli: Launcher, model_file: Path, folder: Path
-) -> None:
-    """As a separate program: standard output holds the lines and nothing else."""
-    program = cli.start("predict", model_file, "-", "--device", "cpu", stdin=subprocess.PIPE)
-    listed = f"{folder}/c d.webp\n{folder}/gone.png\n{folder}/a.jpg\n"
-    done = cli.finish(program, input=listed)
-    lines = [json.loads(line) for line in done.out.splitlines()]
-    assert [line["path"] for line in lines] == listed.splitlines()
-    assert lines[1]["error"] == "No such file or directory"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="file names of any bytes are Linux's")

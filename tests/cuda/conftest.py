@@ -8,10 +8,10 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
+
+from tests.conftest import save_noise
 
 DEVICE = os.environ.get("VIT_TEST_DEVICE", "cuda")
 
@@ -53,10 +53,6 @@ def exact_products() -> Iterator[None]:
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Thirty-six pictures of three classes."""
     root = tmp_path_factory.mktemp("photos")
-    random = np.random.default_rng(0)
-    for name in ("ant", "bee", "cow"):
-        (root / name).mkdir()
-        for number in range(12):
-            pixels = random.integers(0, 256, (40, 48, 3), dtype=np.uint8)
-            Image.fromarray(pixels).save(root / name / f"{number}.png")
+    names = [f"{name}/{number}.png" for name in ("ant", "bee", "cow") for number in range(12)]
+    save_noise(root, names, size=(40, 48))
     return root

@@ -17,7 +17,7 @@ def test_every_recipe_trains(device: torch.device, name: str) -> None:
     drop_rates = [rate for _, rate in config.train.patch_drop_rates or ()] or [0.0]
     use_deterministic_algorithms(config.train.deterministic and device.type == "cuda")
     try:
-        for _, size in list_sizes(config):
+        for size in list_sizes(config):
             images, targets = (values.to(device) for values in draw_batch(config, size))
             for rate in drop_rates:
                 step.module.patch_drop_rate = rate
@@ -34,7 +34,7 @@ def test_learned_positions_train_at_several_sizes(device: torch.device) -> None:
     step = build(config, device=device)
     use_deterministic_algorithms(device.type == "cuda")
     try:
-        for _, size in list_sizes(config):
+        for size in list_sizes(config):
             images, targets = (values.to(device) for values in draw_batch(config, size))
             assert bool(step(images, targets).finite)
     finally:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.conftest import save_noise
 from vit.config import load_config
 from vit.data import groups as groups_module
 from vit.data import splits as splits_module
@@ -234,12 +235,8 @@ def test_groups_come_from_folders_an_expression_or_a_table(tmp_path: Path) -> No
 
 
 def test_groups_of_the_user_stay_whole_beside_copies(tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-    for number in range(80):
-        folder = tmp_path / ("cat", "dog")[number % 2]
-        folder.mkdir(exist_ok=True)
-        pixels = rng.integers(0, 256, (32, 32, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(folder / f"{number}_site{number // 4:02}.png")
+    names = [f"{('cat', 'dog')[n % 2]}/{n}_site{n // 4:02}.png" for n in range(80)]
+    save_noise(tmp_path, names, size=(32, 32))
     shutil.copy(tmp_path / "cat" / "0_site00.png", tmp_path / "cat" / "99_site19.png")
     rule = ImageRule(group_by="(site[0-9]+)", group_duplicates=True)
     splits = open_dataset("folder", root=tmp_path, rule=rule)

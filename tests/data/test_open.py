@@ -1,6 +1,5 @@
 """Splits are stratified, disjoint and stable; folders and published sets are found in their layout."""
 
-import pickle
 import socket
 from collections import Counter
 from collections.abc import Callable
@@ -147,15 +146,6 @@ def test_what_a_folder_lacks_is_held_out_of_the_training_images(
     assert ("val is the test split" in " ".join(splits[2].notes)) == is_imagenet
     if folders != ["."]:
         assert list(splits[2].ids) == sorted(grid(folders[-1]))
-
-
-def test_images_are_read_below_class_folders_at_any_depth_in_any_process(
-    make_folder: MakeFolder,
-) -> None:
-    root = make_folder("a/deep/er/1.png", "a/2.png", "b/3.png")
-    source = pickle.loads(pickle.dumps(open_dataset("folder", root=root).split("all")))
-    assert list(source.ids) == ["a/2.png", "a/deep/er/1.png", "b/3.png"]
-    assert source.image(2).size == (32, 24)
 
 
 def test_an_empty_class_folder_is_named(make_folder: MakeFolder) -> None:

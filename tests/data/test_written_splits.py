@@ -7,19 +7,15 @@ import pytest
 from PIL import Image
 
 import vit
-from tests.conftest import TINY_RUN
+from tests.conftest import TINY_RUN, save_noise
 from vit.data.dataset import ImageRule
 from vit.data.open import open_dataset, open_for_model
 from vit.data.splits import DatasetSplits
 
 
 def save(root: Path, count: int = 20) -> Path:
-    rng = np.random.default_rng(0)
-    for number in range(count):
-        folder = root / ("cat", "dog")[number % 2]
-        folder.mkdir(parents=True, exist_ok=True)
-        pixels = rng.integers(0, 256, (8, 8, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(folder / f"{number:02}.png")
+    names = [f"{('cat', 'dog')[number % 2]}/{number:02}.png" for number in range(count)]
+    save_noise(root, names, size=(8, 8))
     return root
 
 

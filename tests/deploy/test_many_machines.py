@@ -13,21 +13,17 @@ import pyarrow as pa
 import pyarrow.dataset as arrow
 import pyarrow.parquet as pq
 import pytest
-from PIL import Image
 
 import vit
-from tests.conftest import Launcher
+from tests.conftest import Launcher, save_noise
 
 RAY = ("--engine", "ray", "--precision", "float32", "--device", "cpu")
 
 
 def write_images(folder: Path, count: int, *, side: int = 8) -> list[Path]:
     """Noise in two folders, and a file that is no image."""
-    rng = np.random.default_rng(0)
-    for number in range(count):
-        path = folder / "ab"[number % 2] / f"{number:05d}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(rng.integers(256, size=(side, side, 3), dtype=np.uint8)).save(path)
+    names = [f"{'ab'[number % 2]}/{number:05d}.png" for number in range(count)]
+    save_noise(folder, names, size=(side, side))
     (folder / "broken.png").write_bytes(b"no image")
     return sorted(folder.rglob("*.png"))
 
@@ -67,16 +63,6 @@ def test_folders_tables_and_parquet_give_the_rows_of_one_process(
             assert row["predicted"] == expected["predicted"][place]
             probabilities = expected["probabilities"][place]
             np.testing.assert_allclose(row["probabilities"], probabilities, atol=1e-6)
-
-
-def test_options_that_this_mode_has_no_use_for_are_refused(
-    cli: Launcher, tiny_model_file: Path, tmp_path: Path
-) -> None:
-    paths = write_images(tmp_path / "photos", 1)
-    command = ("predict", tiny_model_file, paths[0], *RAY)
-    assert "--output" in cli.fail(*command)
-    assert "--top-k" in cli.fail(*command, "--output", tmp_path / "rows", "--top-k", 2)
-    assert not (tmp_path / "rows").exists()
 
 
 @pytest.mark.chaos

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ def write_images(root: Path, *folders: str, count: int = 3) -> Path:
     return root
 
 
-def match(occurring: list[int], source: tuple[str, ...], model: tuple[str, ...]) -> list[int]:
+def match(occurring: list[Any], source: tuple[str, ...], model: tuple[str, ...]) -> list[Any]:
     """Classes of the model for images of these classes of a data set."""
     labels = np.array(occurring)
     reader = ArrayReader(np.zeros((len(labels), 1, 1, 3), np.uint8))
@@ -44,6 +45,8 @@ def test_classes_follow_their_names() -> None:
     assert match([0, 1, 2, 2], ("cat", "dog", "emu"), ("emu", "cat", "dog")) == [1, 2, 0, 0]
     # the model knows more classes, and a name that doesn't occur is unknown
     assert match([1], ("unknown", "dog"), ("cat", "dog", "emu")) == [1]
+    marks = [[True, False], [False, False]]
+    assert match(marks, ("dog", "unknown"), ("dog", "emu")) == marks
     # the first of timm's synonyms is enough
     timm = ("tench, Tinca tinca", "crane", "crane, machine")
     assert match([0, 1], ("tench", "crane"), timm) == [0, 1]

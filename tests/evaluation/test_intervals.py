@@ -166,5 +166,8 @@ def test_intervals_of_a_class_are_those_of_its_groups(make_predictions: MakePred
         chosen = labels == index
         expected = compute_clustered_interval(scores.correct[chosen], clusters[chosen])
         assert wider.recall_interval == pytest.approx(expected)
+        guessed = scores.predicted == index
+        expected = compute_clustered_interval(scores.correct[guessed], clusters[guessed])
+        assert wider.precision_interval == pytest.approx(expected)
         assert np.ptp(wider.recall_interval) > np.ptp(row.recall_interval)
         assert (wider.recall, wider.support) == (row.recall, row.support)

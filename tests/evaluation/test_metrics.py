@@ -62,17 +62,6 @@ def test_per_class_metrics_are_those_of_scikit_learn(
     assert rows[7].recall_interval == (0, 1)
 
 
-def test_intervals_of_a_class_allow_for_groups(make_predictions: MakePredictions) -> None:
-    logits, labels = make_predictions(60, 3)
-    alone = measure(score_logits(logits, labels), None, ("a", "b", "c")).per_class
-    copies = score_logits(logits.repeat(4, axis=0), labels.repeat(4))
-    groups = [str(number) for number in range(60) for _ in range(4)]
-    for row, copied in zip(alone, measure(copies, groups, ("a", "b", "c")).per_class, strict=True):
-        # as four images they would be 0.1 more
-        assert copied.precision_interval == pytest.approx(row.precision_interval, abs=0.05)
-        assert copied.recall_interval == pytest.approx(row.recall_interval, abs=0.05)
-
-
 def test_calibration_error_is_guos_equation_3(make_predictions: MakePredictions) -> None:
     logits, labels = make_predictions(3000, 10, sharpness=4)
     probabilities = softmax(logits.astype(np.float64), axis=1)

@@ -10,6 +10,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from sklearn.metrics import confusion_matrix
 
 import vit
@@ -21,10 +22,11 @@ from vit.data.preprocess import Preprocess
 from vit.data.sources.base import ArrayReader
 from vit.evaluation.images import EvaluationSet, TrainTestOverlap
 from vit.evaluation.metrics import score_logits
-from vit.evaluation.report.contrast import Contrast, Mistake
+from vit.evaluation.report.contrast import SIDE, Contrast, Mistake
 from vit.evaluation.report.report import build_report
 from vit.evaluation.result import EvaluationResult
 from vit.evaluation.subgroups import Subgroup
+from vit.explanation.render.page import encode_photo
 from vit.prediction.conformal import SetMetrics
 
 NASTY = "<img src=x onerror=document.title='owned'>"
@@ -122,6 +124,11 @@ def test_metrics_and_errors_are_those_of_the_evaluation(case: EvaluationResult, 
     for row in rows:
         missed = row.support - round((row.recall or 0) * row.support)
         assert f": {missed} of {row.support} missed, " in text
+    pictures = re.findall(r'<img src="([^"]+)" alt="test/(\d+)\.png"', text)
+    for address, number in pictures:
+        photo = Image.fromarray(case.images.read(int(number), int(number) + 1)[0])
+        assert address == encode_photo(photo, side=SIDE)
+    assert len({number for _, number in pictures}) > 4
     # each error has its picture, its map and the photo without the patches that turn the answer
     assert text.count('<div class="error">') == 8
     assert text.count('alt="map of') == text.count("without 2 patches ") == 8

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
+from sklearn.metrics import average_precision_score
 
-from tests.conftest import Launcher, SaveModel
+from tests.conftest import Launcher, SaveModel, save_noise
 from vit.data.preprocess import Preprocess
 from vit.evaluation.images import EvaluationSet
 from vit.evaluation.intervals import compute_proportion_interval
@@ -40,6 +40,19 @@ def test_counts_intervals_and_order_are_those_worked_by_hand() -> None:
     assert (rows["a"].num_images, rows["a"].metric, rows["a"].num_groups) == (20, 12 / 20, 20)
     assert rows["a"].interval == pytest.approx(compute_proportion_interval(12, 20))
     assert rows["rare"].metric == 3 / 4
+
+
+def test_several_labels_are_measured_by_the_average_precision() -> None:
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(60, 3)).astype(np.float32)
+    labels = logits + rng.normal(size=(60, 3)) > 0
+    site = np.arange(60) % 2
+    rows = measure_subgroups(["ab"[each] for each in site], score_logits(logits, labels), None)
+    for row in rows:
+        own = site == "ab".index(row.name)
+        expected = average_precision_score(labels[own], logits[own], average="macro")
+        assert row.metric == pytest.approx(expected)
+        assert row.interval[0] < expected < row.interval[1]
 
 
 def test_intervals_of_a_value_allow_for_groups() -> None:
@@ -88,14 +101,12 @@ def test_a_value_that_tells_the_class_is_said(
 
 def write_images(folder: Path) -> list[tuple[str, ...]]:
     """Write 48 images, and return for each its file, class, patient and site."""
-    rng = np.random.default_rng(0)
-    rows = []
-    for number in range(48):
-        name = f"{number:02d}.png"
-        Image.fromarray(rng.integers(0, 256, (20, 20, 3), dtype=np.uint8)).save(folder / name)
-        row = (name, "bc"[number % 2], f"p{number // 6}", f"Site {number % 3}", f"S{number % 2}")
-        rows.append(row)
-    return rows
+    names = [f"{number:02d}.png" for number in range(48)]
+    save_noise(folder, names)
+    return [
+        (name, "bc"[number % 2], f"p{number // 6}", f"Site {number % 3}", f"S{number % 2}")
+        for number, name in enumerate(names)
+    ]
 
 
 def test_a_column_of_the_table_is_read(

@@ -134,14 +134,16 @@ def test_names_are_told_where_the_folder_is_gone_or_would_be_downloaded(
             ((first, _),) = find(bundle, pixels)
         assert (first.path, first.picture) == (named[0][0], None)
 
-    # other images lie there now
+    # another image lies there now, as where the file of a stranger names a folder of this machine
     photos = tmp_path / "photos"
     shutil.copytree(named_bundle.config["data"]["root"], photos)
-    (photos / named[0][0]).write_text("not an image")
     bundle = replace(named_bundle, config={"data": {"name": "folder", "root": str(photos)}})
-    ((first, second),) = find(bundle, pixels)
-    assert first.picture is None
-    assert second.picture is not None
+    place = photos / named[0][0]
+    for change in (Image.new("RGB", (60, 40), "blue").save, lambda path: path.write_text("none")):
+        change(place)
+        ((first, second),) = find(bundle, pixels)
+        assert (first.path, first.picture) == (named[0][0], None)
+        assert second.picture is not None
 
 
 def test_the_digits_come_with_scikit_learn(tiny_bundle: Bundle) -> None:

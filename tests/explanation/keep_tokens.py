@@ -15,7 +15,7 @@ from vit.explanation.capture.reader import read_model
 def keep_tokens(model: nn.Module, patches: Int[Tensor, "B kept"], images: Tensor) -> Iterator[None]:
     """Only these `patches` (indices from 0, row by row) and the prefix tokens enter the encoder."""
     reader = read_model(model, images)
-    num_prefix, _ = reader.find_places()
+    num_prefix, _ = reader.find_patches()
 
     def select(tokens: Tensor) -> Tensor:
         index = (patches + num_prefix).unsqueeze(-1).expand(-1, -1, tokens.shape[-1])

@@ -19,50 +19,34 @@ from tests.browser import (
     find_wide,
     phone,
 )
-from vit.bundle import Bundle
-from vit.data.preprocess import Preprocess
-from vit.model.vision_transformer import VisionTransformer
+from tests.conftest import SaveModel, change_metadata, save_noise
+from vit.bundle import Bundle, load_bundle
 
 NASTY = "<img src=x onerror=alert(1)>.png"
 CLASSES = ("cat", "</script><b>dog", NASTY_CLASS)
-SIZE = (60, 40)  # width, height
 GRID = 4
 
 
-def make_bundle() -> Bundle:
-    torch.manual_seed(0)
-    sizes = {"img_size": 32, "patch_size": 8, "depth": 2, "num_heads": 3}
-    model = VisionTransformer(num_classes=3, embed_dim=24, **sizes).eval()
-    for parameter in model.parameters():
-        parameter.data += 0.2 * torch.randn_like(parameter)
-    # an image has all labels
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory, save_model: SaveModel) -> Bundle:
+    """A model by which each image has all labels."""
+    path = tmp_path_factory.mktemp("model") / "model.safetensors"
+    save_model(path, class_names=CLASSES, data={"task": "multilabel"}, img_size=32, patch_size=8)
     point = {"rule": "f1", "thresholds": dict.fromkeys(CLASSES, 0.0)}
-    return Bundle(
-        model,
-        Preprocess(image_size=(32, 32)),
-        CLASSES,
-        name="small",
-        sha256="0" * 64,
-        data={"task": "multilabel"},
-        metadata={"operating_point": point},
-    )
+    change_metadata(path, {"operating_point": point})
+    return load_bundle(path)
 
 
 def write(folder: Path, bundle: Bundle, names: list[str], **options: object) -> Path:
-    random = np.random.default_rng(0)
-    (folder / "photos").mkdir()
-    for name in names:
-        pixels = random.integers(0, 256, (SIZE[1], SIZE[0], 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(folder / "photos" / name, "PNG")
+    files = sorted(map(str, save_noise(folder / "photos", names, size=(40, 60))))
     settings = {"methods": ("rollout", "libra-removal")} | options
-    files = sorted(str(path) for path in (folder / "photos").iterdir())
     vit.explain(bundle, files, output=folder / "out", formats=("npz", "html"), **settings)
     return folder / "out" / "gallery.html"
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(tmp_path_factory.mktemp("gallery"), make_bundle(), ["a.png", NASTY])
+def page(bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("gallery"), bundle, ["a.png", NASTY])
 
 
 def read_pictures(page: Path, kind: str) -> list[Image.Image]:
@@ -98,8 +82,7 @@ def test_a_map_is_one_pixel_for_each_patch_and_each_photo_is_there_once(page: Pa
     assert page.read_text().count("data:image/jpeg") == 2
 
 
-def test_tiles_are_the_heads_and_the_rows_of_the_rollout(page: Path) -> None:
-    bundle = make_bundle()
+def test_tiles_are_the_heads_and_the_rows_of_the_rollout(bundle: Bundle, page: Path) -> None:
     photo = Image.open(page.parent.parent / "photos" / "a.png").convert("RGB")
     images = bundle.preprocess([photo])
     with torch.no_grad(), vit.capture_attention(bundle.model) as record:
@@ -120,11 +103,11 @@ def test_tiles_are_the_heads_and_the_rows_of_the_rollout(page: Path) -> None:
 
 
 def test_the_first_images_of_very_many_are_shown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("vit.explanation.explain.MAX_IMAGES", 2)
     names = ["a.png", "b.png", "c.png"]
-    path = write(tmp_path, make_bundle(), names, methods="rollout", checks=False)
+    path = write(tmp_path, bundle, names, methods="rollout", checks=False)
     text = path.read_text()
     assert "The first 2 of 3 images" in text
     assert text.count("<figure") == 2

@@ -1,15 +1,12 @@
 """An error of the arguments names the remedy in the user's words."""
 
-import os
 import zipfile
 from pathlib import Path
 
-import numpy as np
 import pytest
 from PIL import Image
 
-from tests.conftest import Launcher
-from vit.runtime.places import find_nearest_name
+from tests.conftest import Launcher, save_noise
 
 # command → what its error says
 COMMANDS = [
@@ -45,6 +42,8 @@ COMMANDS = [
     (["train", "cifar10/cpuu"], "did you mean cifar10/cpu?"),
     (["train", "digits", "train.epoch=3"], "did you mean train.epochs?"),
     (["train", "digits", "--init", "lauf"], "did you mean laeufe?"),
+    (["train", "digits", "--resume", "--overwrite"], "give one of them"),
+    (["train", "digits", "train.device=cuda:7"], "cuda:7"),
     (["audit", "Meine Foto", "--model", "imagenette"], "did you mean 'Meine Fotos (Klasse 9b)'?"),
     (["audit", "klasse.zip", "--model", "imagenette"], "klasse.zip is an archive; unpack it"),
     (["evaluate", "imagenete"], "did you mean imagenette?"),
@@ -60,6 +59,7 @@ COMMANDS = [
         ["predict", "imagenette", "gepackt"],
         "gepackt holds no images; check the path, and unpack archives in it",
     ),
+    (["predict", "imagenette", "zebra.jpg", "--engine", "ray"], "name it with --output"),
     (["compare", "laeufe", "lauf"], "laeufe has no evaluation.json"),
     (["faithfulness", "klasse.zip"], "klasse.zip is an archive"),
     (["export", "imagenete"], "did you mean imagenette?"),
@@ -109,25 +109,12 @@ def test_errors_of_arguments_name_the_remedy(
     assert not (desk / "out").exists()
 
 
-def test_the_nearest_name_may_be_longer_or_in_other_letters() -> None:
-    names = ["Photos", "photos-old", "Urlaub 2024"]
-    assert find_nearest_name("photo", names) == "Photos"
-    assert find_nearest_name("URLAUB", names) == "Urlaub 2024"
-    assert find_nearest_name("xyz", names) is None
-    assert find_nearest_name("", names) is None
-
-
 @pytest.fixture
 def broken(tmp_path: Path) -> Path:
     """Two classes of 20 images; 12 of the 40 are damaged."""
-    rng = np.random.default_rng(0)
-    for name in ("cat", "dog"):
-        (tmp_path / "photos" / name).mkdir(parents=True)
-        for number in range(20):
-            path = tmp_path / "photos" / name / f"{number:02}.png"
-            Image.fromarray(rng.integers(0, 256, (9, 9, 3), dtype=np.uint8)).save(path)
-            if number < 6:
-                path.write_bytes(path.read_bytes()[:60])
+    names = [f"{name}/{number:02}.png" for number in range(20) for name in ("cat", "dog")]
+    for path in save_noise(tmp_path / "photos", names, size=(9, 9))[:12]:
+        path.write_bytes(path.read_bytes()[:60])
     return tmp_path / "photos"
 
 
@@ -146,15 +133,3 @@ def test_ten_unreadable_files_are_named_and_nothing_is_left(
     line = cli.fail("train", tmp_path / "packed", "--output", tmp_path / "run")
     assert "cat holds no images; files not used: 1 (.zip); remove it" in line
     assert not (tmp_path / "run").exists()
-
-
-def test_a_run_that_fails_leaves_what_was_there(
-    cli: Launcher, broken: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "run").mkdir()
-    cli.fail("train", broken, "--output", tmp_path / "run")
-    assert os.listdir(tmp_path / "run") == [".lock"]
-    (tmp_path / "run" / "notes.txt").touch()
-    (tmp_path / "run" / "tensorboard").mkdir()
-    assert "not part of a run" in cli.fail("train", "digits", "--output", tmp_path / "run")
-    assert sorted(os.listdir(tmp_path / "run")) == [".lock", "notes.txt", "tensorboard"]

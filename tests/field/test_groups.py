@@ -5,15 +5,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
+from tests.conftest import save_noise
 from vit.analysis.audit.suspects import Audit, audit_images
 from vit.data.dataset import ImageDataset, ImageRule
 from vit.data.open import open_dataset
 from vit.data.sources.base import ArrayReader
 from vit.data.splits import DatasetSplits
 from vit.prediction.batch_predictor import Features
-from vit.training.folds import assign_folds
+from vit.training.folds import assign_folds, name_always_trained
 from vit.training.linear_probe import fit_probe
 
 
@@ -48,6 +48,14 @@ def test_folds_of_any_groups_hold(seed: int) -> None:
     folds = assign_folds(labels, groups, num_folds=5)
     check_folds(folds, labels, groups)
     assert sorted(set(folds[folds >= 0].tolist())) == list(range(folds.max() + 1))
+
+
+def test_classes_that_are_never_left_out_are_named() -> None:
+    folds, labels = np.array([0, 1, -1]), np.array([0, 0, 1])
+    # of the third class there is no image
+    for each in (labels, labels[:, None] == np.arange(3)):
+        assert name_always_trained(folds, each, tuple("abc")).endswith(": b")
+        assert name_always_trained(folds[:2], each[:2], tuple("abc")) == ""
 
 
 def test_folds_without_groups_are_as_they_were() -> None:
@@ -154,13 +162,13 @@ SPECIES = {
 def sites(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Photos of species at camera sites."""
     root = tmp_path_factory.mktemp("sites")
-    rng = np.random.default_rng(0)
-    for name, places in SPECIES.items():
-        for site in places:
-            for number in range(4):
-                path = root / name / f"SITE{site}_{number}.png"
-                path.parent.mkdir(exist_ok=True)
-                Image.fromarray(rng.integers(0, 256, (4, 4, 3), dtype=np.uint8)).save(path)
+    names = [
+        f"{name}/SITE{site}_{number}.png"
+        for name, places in SPECIES.items()
+        for site in places
+        for number in range(4)
+    ]
+    save_noise(root, names, size=(4, 4))
     return root
 
 

@@ -18,7 +18,7 @@ import pytest
 from PIL import Image
 
 import vit
-from tests.conftest import TINY_RUN, Launcher
+from tests.conftest import TINY_RUN, Launcher, save_noise
 from vit.data.cache import decode_dataset
 from vit.data.dataset import ImageDataset
 from vit.data.open import open_dataset
@@ -44,12 +44,8 @@ SMALL = [
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two classes of noise, 16 images each."""
     folder = tmp_path_factory.mktemp("images") / "photos"
-    rng = np.random.default_rng(0)
-    for name in ("cat", "dog"):
-        (folder / name).mkdir(parents=True)
-        for number in range(16):
-            pixels = rng.integers(0, 256, (16, 16, 3), dtype=np.uint8)
-            Image.fromarray(pixels).save(folder / name / f"{number:02}.png")
+    names = [f"{name}/{number:02}.png" for name in ("cat", "dog") for number in range(16)]
+    save_noise(folder, names, size=(16, 16))
     return folder
 
 
@@ -103,16 +99,6 @@ class TestNoLocks:
             command = [sys.executable, "-c", program, str(tmp_path / "a.lock")]
             outcome = subprocess.run(command, capture_output=True, text=True, check=False)
         assert "ValueError: it is held" in outcome.stderr
-
-    def test_a_run_trains(
-        self, empty_yaml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(fcntl, "flock", fail_with(errno.ENOSYS))
-        monkeypatch.setenv("VIT_CACHE", str(tmp_path / "cache"))
-        overrides = [*TINY_RUN, "train.max_steps=3"]
-        with pytest.warns(UserWarning, match="without locks"):
-            run = vit.train(empty_yaml, output=tmp_path / "run", overrides=overrides)
-        assert run.steps == 3
 
     @pytest.mark.filterwarnings("ignore:.*without locks")
     def test_two_processes_that_decode_at_the_same_time_get_the_same_pixels(

@@ -7,11 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
-from PIL import Image
 
-ROOT = Path(__file__).parents[2]
+from tests.conftest import ROOT, save_noise
 
 # What only Linux has. Python runs it before any program, also in processes that a program starts.
 SITE = """
@@ -68,13 +66,8 @@ def test_commands_run_without_what_only_linux_has(tmp_path: Path) -> None:
         (site / f"{module}.py").write_text(f"raise ImportError('no {module}')\n")
     (site / "sitecustomize.py").write_text(SITE)
     (tmp_path / "program.py").write_text(PROGRAM)
-    rng = np.random.default_rng(0)
-    for name in ("cat", "dog"):
-        (tmp_path / "photos" / name).mkdir(parents=True)
-        for number in range(16):
-            pixels = rng.integers(0, 256, (16, 16, 3), dtype=np.uint8)
-            Image.fromarray(pixels).save(tmp_path / "photos" / name / f"{number:02}.png")
-
+    names = [f"{name}/{number:02}.png" for name in ("cat", "dog") for number in range(16)]
+    save_noise(tmp_path / "photos", names, size=(16, 16))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(site), str(ROOT)])}
     command = [sys.executable, "program.py", "photos", "out"]
     outcome = subprocess.run(

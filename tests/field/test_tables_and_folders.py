@@ -13,6 +13,7 @@ from vit.data.class_names import sort_class_names
 from vit.data.dataset import ImageDataset, ImageRule
 from vit.data.open import find_kind, open_dataset
 from vit.data.splits import DatasetSplits
+from vit.prediction.predict import list_inputs
 
 ANIMALS = ("Dachs", "Füchse", "Luchs")
 COUNT = 9
@@ -308,6 +309,9 @@ def test_folders_of_systems_are_left_out(tmp_path: Path) -> None:
     save(tmp_path / "cat/.hidden.png")
     write(tmp_path / "dog/notes.txt", "woof")
     assert read(tmp_path) == dict.fromkeys(grid("cat"), "cat") | dict.fromkeys(grid("dog"), "dog")
+    # neither are they predicted
+    listed = [str(Path(name).relative_to(tmp_path)) for name, _ in list_inputs(tmp_path)]
+    assert listed == sorted(grid("cat", "dog"))
     assert "files not used: 2 (.png, .txt)" in list_notes(tmp_path)
 
 

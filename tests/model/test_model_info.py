@@ -45,6 +45,9 @@ class TestTimm:
     def test_other_class_counts_are_numbered_and_none_is_empty(self) -> None:
         numbered = timm.create_model("vit_tiny_patch16_224", depth=1, num_classes=2)
         assert find_class_names(numbered) == ("class 0", "class 1")
+        # names of the head that was replaced
+        numbered.pretrained_cfg = {"label_names": ["ant", "bee", "cow"]}
+        assert find_class_names(numbered) == ("class 0", "class 1")
         assert find_class_names(timm.create_model("vit_small_patch14_dinov2", depth=1)) == ()
         headless = timm.create_model("vit_tiny_patch16_224", depth=1, num_classes=0)
         assert find_class_names(headless) == ()

@@ -124,9 +124,14 @@ class TestFiles:
                 "teacher": {f"backbone.{name}": value for name, value in state.items()},
                 "student": {},
             },
+            lambda state: {
+                f"{network}.{name}": value * (network == "model")
+                for network in ("model_ema", "model")
+                for name, value in state.items()
+            },
             lambda state: {"model": state, "args": argparse.Namespace(epochs=3), "epoch": 3},
         ],
-        ids=["DataParallel", "torch.compile", "Lightning", "DINO", "script"],
+        ids=["DataParallel", "torch.compile", "Lightning", "DINO", "average", "script"],
     )
     def test_what_trainers_put_around_the_weights_goes(self, tmp_path, wrap):
         state = build().state_dict()

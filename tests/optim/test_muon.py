@@ -86,7 +86,8 @@ def test_equals_torchs_muon_on_matrices_that_are_not_packed():
         generator = torch.Generator().manual_seed(seed)
         for parameter, other in zip(theirs, ours, strict=True):
             parameter.grad = torch.randn(parameter.shape, generator=generator)
-            other.grad = parameter.grad.clone()
+            other.grad = parameter.grad * 2**seed
+        optimizer.grad_scale = torch.tensor(2.0**seed)
         reference.step()
         optimizer.step()
     for parameter, other in zip(theirs, ours, strict=True):

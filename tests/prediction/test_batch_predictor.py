@@ -49,7 +49,23 @@ def test_half_precision_logits_are_float32_and_do_not_tie(
     assert logits.dtype == np.float32
     rounded = torch.from_numpy(logits).to(getattr(torch, precision)).float().numpy()
     assert (logits != rounded).mean() > 0.9
-    assert np.abs(logits - predict(bundle, images)).max() < limit
+    assert 0 < np.abs(logits - predict(bundle, images)).max() < limit
+
+
+def test_no_batch_is_read_before_the_one_before_it_is_computed(bundle: Bundle) -> None:
+    events: list[str] = []
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.LazyLinear(10))
+    model.register_forward_hook(lambda *_: events.append("computed"))
+    cpu = torch.device("cpu")
+    predictor = BatchPredictor(model, bundle.preprocess, 10, 64, cpu, "float32")
+
+    def read(start: int, stop: int) -> np.ndarray:
+        events.append("read")
+        return np.zeros((stop - start, 8, 8, 3), np.uint8)
+
+    predictor.predict(read, count=320)
+    assert events == ["read", "computed"] * (len(events) // 2)
+    assert len(events) > 8
 
 
 SCRIPT = """

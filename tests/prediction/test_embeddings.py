@@ -9,17 +9,13 @@ import torch
 from PIL import Image
 
 import vit
-from tests.conftest import SaveModel
+from tests.conftest import SaveModel, save_noise
 from vit.bundle import load_bundle
 
 
 @pytest.fixture
 def photos(tmp_path: Path) -> list[Path]:
-    rng = np.random.default_rng(0)
-    paths = [tmp_path / f"{name}.png" for name in "abc"]
-    for path in paths:
-        Image.fromarray(rng.integers(0, 256, (20, 30, 3), dtype=np.uint8)).save(path)
-    return paths
+    return save_noise(tmp_path, ("a.png", "b.png", "c.png"))
 
 
 def test_the_head_makes_the_logits_of_the_features(

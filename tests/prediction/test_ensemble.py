@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 import vit
-from tests.conftest import Launcher, SaveModel, change_metadata
+from tests.conftest import Launcher, SaveModel, change_metadata, save_noise
 from vit.bundle import open_model
 from vit.data.preprocess import Preprocess
 from vit.prediction.records import Prediction
@@ -33,13 +33,9 @@ def models(save_model: SaveModel, tmp_path: Path) -> list[Path]:
 
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
-    """Four photos each of three classes, of odd sizes."""
-    rng = np.random.default_rng(0)
-    for name in NAMES:
-        (tmp_path / "photos" / name).mkdir(parents=True)
-        for number in range(4):
-            pixels = rng.integers(0, 256, (20 + number, 31, 3), dtype=np.uint8)
-            Image.fromarray(pixels).save(tmp_path / "photos" / name / f"{number}.png")
+    """Four photos each of three classes."""
+    names = [f"{name}/{number}.png" for name in NAMES for number in range(4)]
+    save_noise(tmp_path / "photos", names, size=(21, 31))
     return tmp_path / "photos"
 
 

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vit.data.images import list_images, read_image
-from vit.data.open import open_dataset
+from vit.data.images import read_image
 from vit.prediction.predict import list_inputs
 from vit.prediction.predictor import _open_image
 
@@ -71,15 +70,3 @@ def test_paths_and_images_in_memory_are_mixed(photos: Path) -> None:
     assert read([grey(3), str(photos / "1.png"), np.asarray(grey(4))]) == [
         ("image 0", 3), (str(photos / "1.png"), 1), ("image 2", 4),
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize("name", ["@eaDir", ".thumbnails", "__MACOSX", "#recycle"])
-def test_folders_of_systems_are_left_out_as_in_training(tmp_path: Path, name: str) -> None:
-    for place in ("cat", "dog", name, f"cat/{name}"):
-        folder = tmp_path / place
-        folder.mkdir(parents=True)
-        Image.new("RGB", (9, 9)).save(folder / "photo.png")
-    trained_on = open_dataset("folder", root=tmp_path).split("all").ids
-    listed = [str(Path(name).relative_to(tmp_path)) for name, _ in list_inputs(tmp_path)]
-    assert listed == list(trained_on) == ["cat/photo.png", "dog/photo.png"]
-    assert [Path(path).name for path in list_images([tmp_path / "cat"])] == ["photo.png"]

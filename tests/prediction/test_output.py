@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
 
 import vit
-from tests.conftest import SaveModel
+from tests.conftest import SaveModel, save_noise
 from tests.prediction.conftest import read_rows
 from vit.prediction.predict import iterate_predictions
 
@@ -23,10 +22,7 @@ def model(tmp_path_factory: pytest.TempPathFactory, save_model: SaveModel) -> Pa
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("photos #1")
-    rng = np.random.default_rng(0)
-    for number in range(30):
-        pixels = rng.integers(0, 256, (16, 16, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(folder / f"={number:02d}, é.png")
+    save_noise(folder, [f"={number:02d}, é.png" for number in range(30)], size=(16, 16))
     (folder / "=20, é.png").rename(folder / '=20 "\n, é.png')
     # a name that isn't UTF-8
     (folder / "=21, é.png").rename(folder / "=21\udcff.png")

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+from tests.conftest import save_noise
 from vit.bundle import Bundle
 from vit.data.images import ImageInputs
 from vit.prediction.predict import list_inputs
@@ -21,11 +21,7 @@ from vit.prediction.records import Prediction, write_predictions
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    rng = np.random.default_rng(0)
-    for name in ("b/2.png", "a/1.jpg", "c.webp"):
-        path = tmp_path / "images" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(rng.integers(0, 256, (20, 30, 3), dtype=np.uint8)).save(path)
+    save_noise(tmp_path / "images", ("b/2.png", "a/1.jpg", "c.webp"))
     (tmp_path / "images" / "notes.txt").write_text("no image")
     return tmp_path / "images"
 

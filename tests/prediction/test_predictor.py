@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 import vit
-from tests.conftest import SaveModel
+from tests.conftest import SaveModel, save_noise
 
 _OPTIONS = {"device": "cpu", "precision": "float32"}
 
@@ -25,10 +25,7 @@ def model(save_model: SaveModel, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def paths(tmp_path: Path) -> list[Path]:
-    rng = np.random.default_rng(0)
-    paths = [tmp_path / f"{number}.png" for number in range(7)]
-    for path in paths:
-        Image.fromarray(rng.integers(0, 256, (20, 30, 3), dtype=np.uint8)).save(path)
+    paths = save_noise(tmp_path, [f"{number}.png" for number in range(7)])
     paths[3].write_bytes(b"no image")
     return paths
 

@@ -10,7 +10,7 @@ from PIL import Image
 
 from tests.runtime.conftest import Count, Meter
 from vit.bundle import open_model
-from vit.explanation.explainer import Explainer
+from vit.explanation.explain import Explainer
 from vit.explanation.items import items_from_images
 from vit.explanation.methods.registry import list_methods
 from vit.explanation.records import ImageResult
@@ -21,24 +21,11 @@ MODELS = {
     "squared ReLU": {"mlp": "relu2"},
 }
 SETTINGS = {
-    "every method": {
-        "num_tested": 9,
-        "num_attended": 9,
-        "methods": list_methods(),
-        "batch_size": 2,
-    },
-    "what is predicted": {
-        "num_tested": 9,
-        "num_attended": 9,
-        "methods": ("gae", "libra-removal", "rollout"),
-        "batch_size": 2,
-    },
+    "every method": {"methods": list_methods()},
+    "what is predicted": {"methods": ("gae", "libra-removal", "rollout")},
     "options": {
-        "num_tested": 9,
-        "num_attended": 9,
         "methods": ("rollout", "removal-gradient"),
         "map_options": {"head_fusion": "max", "discard_ratio": 0.5},
-        "batch_size": 2,
     },
 }
 CASES = [
@@ -55,24 +42,31 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("model", "name"), CASES)
+@pytest.mark.parametrize(("architecture", "name"), CASES)
 def test_explanations_equal_the_cpus_with_one_copy_in_and_one_out(
-    meter: Meter, table: Callable[..., None], save_model: Any, tmp_path: Path, model: str, name: str
+    meter: Meter,
+    table: Callable[..., None],
+    save_model: Any,
+    tmp_path: Path,
+    architecture: str,
+    name: str,
 ) -> None:
-    path = save_model(tmp_path / "model.safetensors", **MODELS[model])
+    path = save_model(tmp_path / "model.safetensors", **MODELS[architecture])
     pixels = np.random.default_rng(0).integers(0, 256, (3, 30, 30, 3), dtype=np.uint8)
     counts: list[Count] = []
 
     def explain(device: str) -> list[ImageResult]:
+        options: dict[str, Any] = {"num_tested": 9, "num_attended": 9, "batch_size": 2}
         items = items_from_images([Image.fromarray(image) for image in pixels])
         images: list[ImageResult] = []
-        for batch in Explainer(open_model(path, device=device), items, **SETTINGS[name]):
+        model = open_model(path, device=device)
+        for batch in Explainer(model, items, **options, **SETTINGS[name]):
             images += batch
             counts.append(meter.read())
         return images
 
     found = explain("npu")
-    table(f"explanation batch: {name}; {model}", max(counts[1:]))
+    table(f"explanation batch: {name}; {architecture}", max(counts[1:]))
     assert {(count.copies_in, count.waits) for count in counts[1:]} == {(1, 0)}, meter.lines
     for image, expected in zip(found, explain("cpu"), strict=True):  # to the last bit
         assert np.array_equal(image.probabilities, expected.probabilities)

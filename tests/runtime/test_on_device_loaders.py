@@ -4,11 +4,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 
+from tests.conftest import save_noise
 from tests.data.augments import AUGMENTS, PREPROCESS, build_loader
 from tests.runtime.conftest import Count, Counter, Meter
 from vit.data.cache import decode_dataset
@@ -20,13 +19,9 @@ from vit.data.open import open_dataset
 @pytest.fixture(scope="module")
 def datasets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ImageDataset]:
     """Thirty-six photos, decoded for one pipeline and only looked at for the other."""
-    root, random = tmp_path_factory.mktemp("photos"), np.random.default_rng(0)
-    for name in "abc":
-        (root / name).mkdir()
-        for number in range(12):
-            Image.fromarray(random.integers(0, 256, (40, 48, 3), dtype=np.uint8)).save(
-                root / name / f"{number}.png"
-            )
+    root = tmp_path_factory.mktemp("photos")
+    names = [f"{name}/{number}.png" for name in "abc" for number in range(12)]
+    save_noise(root, names, size=(40, 48))
     source = open_dataset("folder", root=root).split("all")
     resident = decode_dataset(source, PREPROCESS, cache_dir=root / "cache")
     return {"resident": resident, "cached": resident, "workers": source}

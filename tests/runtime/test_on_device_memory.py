@@ -15,41 +15,22 @@ from torch import Tensor
 from tests.pretend_device import MEMORY
 from tests.runtime.conftest import Counter
 from tests.training.conftest import flatten
+from tests.training.test_train_step import build_step, draw_batch
 from vit.bundle import open_model
 from vit.data.loader import fits_in_memory
-from vit.explanation.explainer import Explainer
+from vit.explanation.explain import Explainer
 from vit.explanation.items import items_from_images
 from vit.explanation.records import ImageResult
 from vit.model.vision_transformer import VisionTransformer
-from vit.optim.optimizer import create_optimizer
-from vit.training.losses import build_loss
 from vit.training.train_step import TrainStep
 
 
-def build_model() -> VisionTransformer:
+def build() -> TrainStep:
     torch.manual_seed(0)
-    return VisionTransformer(
+    model = VisionTransformer(
         8, 4, num_classes=5, embed_dim=16, depth=2, num_heads=2, drop_path_rate=0.5
-    ).to("npu")
-
-
-def build_step(grad_accum_steps: int = 1) -> TrainStep:
-    model = build_model()
-    optimizer = create_optimizer("adamw", model, lr=1e-3)
-    return TrainStep(
-        model,
-        optimizer,
-        lambda _: 1.0,
-        build_loss(),
-        precision="float32",
-        grad_accum_steps=grad_accum_steps,
     )
-
-
-def draw_batch(seed: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    images = torch.randn(64, 3, 8, 8, generator=generator)
-    return images.to("npu"), torch.randint(5, (64,), generator=generator).to("npu")
+    return build_step(model.to("npu"), optimizer="adamw", lr=1e-3)
 
 
 def read_state(step: TrainStep) -> dict[str, Tensor]:
@@ -58,7 +39,7 @@ def read_state(step: TrainStep) -> dict[str, Tensor]:
 
 def run_step(step: TrainStep, seed: int) -> None:
     torch.manual_seed(seed)  # as a run does before each step
-    step(*draw_batch(seed))
+    step(*(tensor.to("npu") for tensor in draw_batch(64, seed=seed)))
 
 
 @pytest.mark.extended
@@ -66,7 +47,7 @@ def test_a_step_that_does_not_fit_is_repeated_in_halves_and_each_is_said(
     npu: Counter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(MEMORY, "limit", 2**30)
-    step = build_step()
+    step = build()
     run_step(step, 1)
     checkpoint = io.BytesIO()
     torch.save(step.state_dict(), checkpoint)
@@ -80,7 +61,7 @@ def test_a_step_that_does_not_fit_is_repeated_in_halves_and_each_is_said(
         run_step(step, 3)
 
     monkeypatch.setattr(MEMORY, "limit", 2**30)
-    expected = build_step()
+    expected = build()
     # a step of so many micro-batches from the start, with the same random numbers
     checkpoint.seek(0)
     expected.load_state_dict(torch.load(checkpoint))
@@ -90,7 +71,7 @@ def test_a_step_that_does_not_fit_is_repeated_in_halves_and_each_is_said(
     states = read_state(step), read_state(expected)
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
     # a resumed run decides alike
-    resumed = build_step()
+    resumed = build()
     resumed.load_state_dict(step.state_dict())
     assert resumed.grad_accum_steps == count
 

@@ -5,12 +5,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch import Tensor
 
+from tests.conftest import save_noise
 from tests.pretend_device import DeviceTensor
 from tests.runtime.conftest import Count, Counter, Meter
 from tests.training.conftest import flatten, read_metrics
@@ -98,13 +97,8 @@ RECIPES = {
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root, random = tmp_path_factory.mktemp("photos"), np.random.default_rng(0)
-    for name in "abc":
-        (root / name).mkdir()
-        for number in range(20):
-            Image.fromarray(random.integers(0, 256, (20, 24, 3), dtype=np.uint8)).save(
-                root / name / f"{number}.png"
-            )
+    root = tmp_path_factory.mktemp("photos")
+    save_noise(root, [f"{name}/{number}.png" for name in "abc" for number in range(20)])
     return root
 
 

@@ -162,12 +162,6 @@ def test_init_fine_tunes_at_the_models_own_size(
     assert load_bundle(tmp_path / "run").preprocess.std == load_bundle(path).preprocess.std
 
 
-def test_what_is_no_recipe_and_no_images_is_told_both(cli: Launcher, tmp_path: Path) -> None:
-    message = cli.fail("train", "photographs", "-o", tmp_path / "run")
-    assert "packaged recipes: cifar10/cpu" in message
-    assert "no configuration (.yaml), table (.csv) or folder of images" in message
-
-
 def test_recipes_are_listed_with_what_they_are_for(cli: Launcher) -> None:
     shown = cli.succeed("recipes").out
     assert "CIFAR-10 in minutes on 2 CPU cores" in shown

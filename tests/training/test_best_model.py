@@ -1,10 +1,7 @@
 """The best model is the one by the measure that was asked for."""
 
-from pathlib import Path
-
 import pytest
 
-from tests.training.conftest import MakeRun, read_metrics
 from vit.training.plan import Progress
 
 
@@ -30,10 +27,3 @@ def test_the_measure_decides_and_the_loss_breaks_ties(
     assert progress.best_step == 1
     assert progress.record_best(better, select_by=select_by)
     assert (progress.best_step, progress.best) == (2, better)
-
-
-def test_the_model_file_is_the_one_that_the_log_says(make_run: MakeRun, tmp_path: Path) -> None:
-    run = make_run(tmp_path, "train.select_by=macro_f1", "train.epochs=5")
-    progress = run.trainer.train()
-    values = {metrics["step"]: metrics["val_macro_f1"] for metrics in read_metrics(tmp_path)}
-    assert values[progress.best_step] == max(values.values())

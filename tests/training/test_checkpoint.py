@@ -1,7 +1,6 @@
 """Checkpoints: whole or absent, verified, with a fallback."""
 
 import io
-import os
 from pathlib import Path
 
 import pytest
@@ -60,22 +59,3 @@ def test_only_damaged_ones_are_an_error_with_a_hint(tmp_path: Path) -> None:
     save(store, 1).write_bytes(b"no")
     with pytest.warns(UserWarning, match="damaged"), pytest.raises(ValueError, match="--overwrite"):
         load(store)
-
-
-def test_a_failed_write_leaves_the_last_good_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = CheckpointStore(tmp_path)
-    save(store, 1)
-
-    def fail(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", fail)
-        with pytest.raises(OSError, match="No space left"):
-            save(store, 2)
-    assert load(store) == 1
-    assert steps(store) == [1]
-    save(store, 3)
-    assert len(list(tmp_path.iterdir())) == 2  # nothing is left of the failed one

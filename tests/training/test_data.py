@@ -7,6 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.conftest import save_noise
 from vit.config import load_config
 from vit.data.preprocess import Preprocess
 from vit.training.data import TrainingData, build_data, build_dataset
@@ -19,12 +20,9 @@ PRETRAINED = Preprocess(
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """train/ and valid/ of two classes."""
-    rng = np.random.default_rng(0)
-    for number in range(48):
-        folder = tmp_path / "images" / ("train" if number < 40 else "valid") / "ab"[number % 2]
-        folder.mkdir(parents=True, exist_ok=True)
-        pixels = rng.integers(0, 256, (20, 24, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(folder / f"{number}.png")
+    names = [f"train/{'ab'[number % 2]}/{number}.png" for number in range(40)]
+    names += [f"valid/{'ab'[number % 2]}/{number}.png" for number in range(8)]
+    save_noise(tmp_path / "images", names)
     return tmp_path / "images"
 
 
@@ -57,8 +55,19 @@ def test_without_pretrained_weights_the_training_images_are_measured(root: Path)
     assert (data.preprocess.crop_pct, data.preprocess.interpolation) == (1.0, "bicubic")
     assert data.train.pixels is not None
     pixels = np.asarray(data.train.pixels, dtype=np.float64) / 255
-    np.testing.assert_allclose(data.preprocess.mean, pixels.mean(axis=(0, 1, 2)), atol=1e-4)
-    np.testing.assert_allclose(data.preprocess.std, pixels.std(axis=(0, 1, 2)), atol=1e-4)
+    np.testing.assert_allclose(data.preprocess.mean, pixels.mean(axis=(0, 1, 2)), atol=5e-5)
+    np.testing.assert_allclose(data.preprocess.std, pixels.std(axis=(0, 1, 2)), atol=5e-5)
+
+
+def test_twelve_bits_are_scaled_by_the_range_of_the_training_images(root: Path) -> None:
+    for number, path in enumerate(sorted(root.rglob("*.png"))):
+        values = np.random.default_rng(number).integers(0, 4096, (20, 24), dtype=np.uint16)
+        Image.fromarray(values).save(path)
+    data = build(root)
+    assert data.preprocess.value_range == (0, 4095)
+    assert data.train.pixels is not None
+    expected = data.preprocess.to_uint8(data.train.image(3))
+    np.testing.assert_array_equal(data.train.pixels[3], expected)
 
 
 def test_the_main_process_decides_for_all_where_images_are_kept(

@@ -1,13 +1,17 @@
 """The step of every packaged recipe can be captured as a CUDA graph; no GPU is needed to see it."""
 
+from contextlib import nullcontext
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.recipe_step import RECIPE_NAMES, build, draw_batch, list_sizes, load_recipe
+from vit.training.train_step import StepResult, capture_step
 
 # two narrow blocks, one without drop path, one with it, of which some recipes read the first token
 # only: all others have the structure of one of these
@@ -54,8 +58,7 @@ def test_a_step_reads_no_value_and_does_what_the_one_before_did(name: str) -> No
     the host each time could not be captured, for a CUDA graph keeps the numbers that it was
     captured with."""
     config = load_recipe(name, *SHORT, "train.precision=bfloat16")
-    _, size = list_sizes(config)[0]
-    step, batch = build(config), draw_batch(config, size)
+    step, batch = build(config), draw_batch(config, list_sizes(config)[0])
     rates = []
     step(*batch)  # the first one allocates the optimizer's state
     kept = [
@@ -76,3 +79,20 @@ def test_a_step_reads_no_value_and_does_what_the_one_before_did(name: str) -> No
     assert not {"aten._local_scalar_dense.default", "aten.nonzero.default"} & {
         name for name, _ in recorded[0]
     }
+
+
+def test_the_optimizer_is_marked_while_a_step_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's AdamW refuses to be captured without it."""
+    monkeypatch.setattr("torch.cuda.CUDAGraph", Mock)
+    monkeypatch.setattr("torch.cuda.graph", nullcontext)
+    optimizer = torch.optim.AdamW([torch.zeros(2)])
+    (group,) = optimizer.param_groups
+    marks = []
+
+    def run(images: Tensor, targets: Tensor) -> StepResult:
+        marks.append(group["capturable"])
+        return StepResult(*[images] * len(StepResult._fields))
+
+    replay = capture_step(run, optimizer, torch.zeros(3), torch.zeros(3))
+    assert (marks, group["capturable"]) == ([True], False)
+    assert torch.equal(replay(torch.ones(3), torch.ones(3)).loss, torch.ones(3))

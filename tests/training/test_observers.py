@@ -23,5 +23,10 @@ def test_a_run_that_goes_on_in_the_same_second_continues_its_curves(
         board = TensorBoard(tmp_path)
         board.on_start(step=first, total_steps=12, settings={})
         board.writer.add_scalar("epoch/loss", float(first), first + 1)
+        values = {"loss": 0.5, "gradient_norm": 2.0, "learning_rate": 0.25}
+        board.on_step({"step": 20, **values})
         board.on_end()
-    assert read_curves(tmp_path)["epoch/loss"] == [(step + 1, float(step)) for step in range(12)]
+    curves = read_curves(tmp_path)
+    assert curves["epoch/loss"] == [(step + 1, float(step)) for step in range(12)]
+    for name, value in values.items():
+        assert curves[f"step/{name}"] == [(20, value)]

@@ -11,7 +11,6 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
-import vit
 from tests.conftest import BuildOnce, Launcher, SaveModel
 from vit.bundle import load_bundle
 from vit.config import Config
@@ -66,15 +65,6 @@ def probe_alone(build_once: BuildOnce, cli: Launcher, weights: Path) -> Path:
     return build_once("probe_alone", build)
 
 
-def read_top1(run: Path) -> float:
-    """On the validation images."""
-    return float(
-        vit.evaluate(run, split="validation", precision="float32", device="cpu").evaluation.metrics[
-            "top1"
-        ]
-    )
-
-
 def test_the_model_file_gives_scikit_learns_probabilities(weights: Path, probe_alone: Path) -> None:
     splits = open_dataset("digits", rule=ImageRule(classes=["0", "1", "2"]))
     train, test = (
@@ -99,18 +89,6 @@ def test_the_model_file_gives_scikit_learns_probabilities(weights: Path, probe_a
     assert (logits.argmax(axis=1) == test.labels).mean() > 0.7
 
 
-@pytest.mark.extended
-def test_the_probe_is_a_model_like_any_other(
-    cli: Launcher, probe_alone: Path, tmp_path: Path
-) -> None:
-    cli.succeed("evaluate", probe_alone, "-o", tmp_path / "evaluation", "--device", "cpu")
-    cli.succeed(
-        "explain", probe_alone, "-o", tmp_path / "maps", "--num-images", "2", "--device", "cpu"
-    )
-    cli.succeed("export", probe_alone, "--format", "huggingface", "-o", tmp_path / "export")
-    assert (tmp_path / "export" / "config.json").is_file()
-
-
 def test_a_resumed_probe_gives_the_same_file(cli: Launcher, probe_alone: Path) -> None:
     assert not (probe_alone / "metrics.jsonl").exists()
     curve = json.loads((probe_alone / "learning_curve.json").read_text())
@@ -120,16 +98,6 @@ def test_a_resumed_probe_gives_the_same_file(cli: Launcher, probe_alone: Path) -
     assert "resuming after step 0 of 0" in resumed.text
     # the features of the training images, which the probe had, are those that the file's model gives
     assert (probe_alone / "model.safetensors").read_bytes() == model_file
-
-
-@pytest.mark.extended
-def test_fine_tuning_goes_on_from_it(
-    cli: Launcher, weights: Path, probe_alone: Path, tmp_path: Path
-) -> None:
-    start = ["train", "folder/finetune", "data.name=digits", *SHORT, *FINE_TUNED, "--init", weights]
-    outcome = cli.succeed(*start, "-o", tmp_path / "better")
-    assert "linear probe: " in outcome.text
-    assert read_top1(tmp_path / "better") >= read_top1(probe_alone)
 
 
 def test_fine_tuning_never_ends_below_it(

@@ -1,5 +1,6 @@
 """What a program gives to `vit.train`: images, a transform, a model, callbacks."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -7,14 +8,19 @@ from typing import Any
 import albumentations as A
 import numpy as np
 import pytest
+import timm
 import torch
 from PIL import Image
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torchvision.transforms import v2
 
 import vit
 from tests.conftest import Launcher
 from vit.config import load_config
+from vit.evaluation.calibration import fit_temperature
+from vit.prediction.batch_predictor import BatchPredictor, read_from
+from vit.prediction.neighbours import compute_distances
 from vit.training.data import build_data, build_dataset, build_train_loader
 
 CONFIG: dict[str, Any] = {
@@ -47,18 +53,14 @@ def plain(arrays: Arrays, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 class Colours(torch.utils.data.Dataset[tuple[Any, int]]):
-    classes = NAMES
-
-    def __init__(
-        self, arrays: Arrays, convert: Callable[[np.ndarray], Any] = Image.fromarray
-    ) -> None:
-        self.arrays, self.convert = arrays, convert
+    def __init__(self, arrays: Arrays, classes: tuple[str, ...] = NAMES) -> None:
+        self.arrays, self.classes = arrays, classes
 
     def __len__(self) -> int:
         return len(self.arrays[0])
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
-        return self.convert(self.arrays[0][index]), int(self.arrays[1][index])
+        return Image.fromarray(self.arrays[0][index]), int(self.arrays[1][index])
 
 
 def weights(result: Any) -> dict[str, Tensor]:
@@ -83,6 +85,16 @@ def test_a_dictionary_is_training_and_validation_images(arrays: Arrays, tmp_path
         "train": 60,
         "validation": 30,
     }
+    # what the model says of its doubt is of the images that were held out
+    bundle = result.bundle
+    pixels = [bundle.preprocess.to_uint8(Image.fromarray(image)) for image in images[60:]]
+    predictor = BatchPredictor.from_bundle(bundle)
+    logits, features = predictor.predict_with_features(read_from(pixels), count=30)
+    temperature = fit_temperature(logits, labels[60:])
+    assert bundle.metadata["temperature"] == pytest.approx(temperature, rel=1e-3)
+    training, distances = bundle.likeness
+    assert len(training) == 60
+    assert distances == pytest.approx(compute_distances(features, training), abs=1e-4)
     other = Colours(arrays)
     other.classes = NAMES[::-1]
     sets = {"train": Colours(arrays), "validation": other}
@@ -90,10 +102,11 @@ def test_a_dictionary_is_training_and_validation_images(arrays: Arrays, tmp_path
         vit.train(CONFIG, output=tmp_path / "other", dataset=sets)
 
 
-def test_a_given_data_set_is_needed_again(arrays: Arrays, tmp_path: Path, cli: Launcher) -> None:
-    run = tmp_path / "run"
-    before = vit.train(CONFIG, output=run, dataset=arrays)
-    assert same(before, vit.train(output=run, resume=True, dataset=arrays))
+def test_a_given_data_set_is_needed_again(
+    arrays: Arrays, plain: Any, tmp_path: Path, cli: Launcher
+) -> None:
+    run = shutil.copytree(plain.directory, tmp_path / "run")
+    assert same(plain, vit.train(output=run, resume=True, dataset=arrays))
     assert "were passed from Python" in cli.fail("train", "--resume", "--output", run)
     assert "were passed from Python" in cli.fail(
         "evaluate", run, "--output", tmp_path / "evaluation"
@@ -315,6 +328,31 @@ def test_a_callback_ends_a_run_that_can_be_resumed(
     )  # not evaluated yet, and there
 
 
+def test_a_given_loss_is_trained_and_nothing_else(arrays: Arrays, tmp_path: Path) -> None:
+    def train(name: str, sign: int) -> Any:
+        given = {"dataset": arrays, "loss": lambda *pair: sign * F.cross_entropy(*pair)}
+        return vit.train(CONFIG, output=tmp_path / name, **given)
+
+    overrides = {"train.label_smoothing": 0}
+    usual = vit.train(CONFIG, output=tmp_path / "usual", dataset=arrays, overrides=overrides)
+    assert same(train("given", 1), usual)
+    first, last = train("negative", -1).metrics
+    assert 0 > first["train_loss"] > last["train_loss"]
+    # validation measures the cross-entropy
+    assert 0 < first["val_loss"] < last["val_loss"]
+
+
+def test_without_validation_the_last_model_is_kept(arrays: Arrays, tmp_path: Path) -> None:
+    given = {"dataset": arrays, "overrides": {"data.validation_fraction": 0}}
+    result = vit.train(CONFIG, output=tmp_path, **given)
+    assert (result.best_top1, result.num_validation, result.steps) == (None, 0, 10)
+    assert [row["val_top1"] for row in result.metrics] == [None, None]
+    # nothing held out tells how sure the model may be
+    assert "temperature" not in result.bundle.metadata
+    (prediction,) = vit.predict(result.bundle, arrays[0][0]).predictions
+    assert prediction.p_value is None
+
+
 def test_a_module_keeps_the_weights_of_its_last_step(arrays: Arrays, tmp_path: Path) -> None:
     class Keep(vit.Observer):
         def on_epoch(self, metrics: dict[str, Any], model: nn.Module) -> None:
@@ -323,3 +361,81 @@ def test_a_module_keeps_the_weights_of_its_last_step(arrays: Arrays, tmp_path: P
     module, keep = nn.Sequential(nn.Flatten(), nn.Linear(192, 3)), Keep()
     vit.train(CONFIG, output=tmp_path, dataset=arrays, model=module, callbacks=[keep])
     assert all(map(torch.equal, module.state_dict().values(), keep.last))
+
+
+# --- what a run of images from Python is used for
+# ------------------------------------------------------------------------------------------------
+
+
+def test_a_run_is_evaluated_and_explained_on_what_was_held_out(plain: Any) -> None:
+    result = vit.evaluate(plain.bundle)
+    assert (result.evaluation.split, result.evaluation.num_images) == ("validation", 9)
+    assert result.evaluation.metrics["top1"] == plain.best_top1
+    assert any("chose the model by these images" in note for note in result.evaluation.notes)
+    assert vit.explain(plain.bundle, num_images=2, checks=False).maps["rollout"].shape[0] == 2
+    options = {"methods": "rollout", "num_images": 8}
+    faithfulness = vit.measure_faithfulness(plain.bundle, split="train", **options)
+    assert faithfulness.conditions["split"] == "train"
+    # without the images in memory, they have to be passed again
+    with pytest.raises(ValueError, match=r"passed from Python; pass them as dataset=…"):
+        vit.evaluate(plain.directory)
+    with pytest.raises(ValueError, match="--split test"):
+        vit.evaluate(plain.bundle, operating_point="class 1:f1")
+
+
+def a_function(metrics: Any) -> None:
+    pass
+
+
+# name → (function that is called, arguments from the run and the arrays, sentence)
+MISTAKES: dict[str, tuple[Callable[[Any, Arrays, Path], Any], str]] = {
+    "a result as model": (
+        lambda r, a, p: vit.evaluate(r),
+        r"model is of the type TrainingResult, .* the \.bundle of a run",
+    ),
+    "a class as model": (lambda r, a, p: vit.predict(Small, a[0]), "model is of the type type"),
+    "a data set as data": (
+        lambda r, a, p: vit.evaluate(r.bundle, data=Colours(a)),
+        "data is of the type Colours, .*dataset=…",
+    ),
+    "both": (
+        lambda r, a, p: vit.evaluate(r.bundle, data="digits", dataset=a),
+        "are for folders and tables, not for dataset",
+    ),
+    "no batch": (
+        lambda r, a, p: vit.evaluate(r.bundle, batch_size=0),
+        "batch_size 0 must be at least 1",
+    ),
+    "a function as callback": (
+        lambda r, a, p: vit.train(CONFIG, output=p, dataset=a, callbacks=[a_function]),
+        "a callback is of the type function",
+    ),
+    "a class as callback": (
+        lambda r, a, p: vit.train(CONFIG, output=p, dataset=a, callbacks=[vit.Observer]),
+        "a callback is of the type type",
+    ),
+    "a model of another size": (
+        lambda r, a, p: vit.train(
+            CONFIG, output=p, dataset=a, model=timm.create_model("test_vit", num_classes=3)
+        ),
+        r"does not take images \[2, 3, 8, 8\] \(Input height .*set data\.image_size",
+    ),
+    "other classes in a part": (
+        lambda r, a, p: vit.train(
+            CONFIG, output=p, dataset={"train": Colours(a), "val": Colours(a, NAMES[::-1])}
+        ),
+        "different classes; pass class_names",
+    ),
+    "no pairs": (
+        lambda r, a, p: vit.train(CONFIG, output=p, dataset=[3, 4]),
+        r"item 0 of dataset is of the type int, not a pair \(image, label\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_sentence(plain: Any, arrays: Arrays, tmp_path: Path, name: str) -> None:
+    call, sentence = MISTAKES[name]
+    with pytest.raises(ValueError, match=sentence) as error:
+        call(plain, arrays, tmp_path / "run")
+    assert len(str(error.value).splitlines()) == 1

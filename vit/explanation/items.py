@@ -35,8 +35,8 @@ class ImageItem(NamedTuple):
 def find_items(
     bundle: Bundle, images: ImageInputs | None, num_images: int | None
 ) -> list[ImageItem]:
-    """Find the images to explain. None: `num_images`, by default 16, of the model's test split; an
-    address of shards gives as many. Raise ValueError for `num_images` with other images."""
+    """Find the images to explain. None: `num_images`, by default 16, of the model's test split, or
+    of shards at an address. Raise ValueError for `num_images` with other images."""
     recorded = bundle.recorded_images
     if images is None:
         splits = bundle.passed_images or open_for_model(None, recorded=recorded)
@@ -51,8 +51,8 @@ def find_items(
 
 
 def items_from_images(images: Sequence[str | Image.Image]) -> list[ImageItem]:
-    """Build items for images from `list_images`, in this order. Images in memory are called
-    image-00000 and so on."""
+    """Build items for images from `list_images`; those in memory are called image-00000 and so
+    on."""
     paths = [
         image if isinstance(image, str) else f"image-{number:05d}"
         for number, image in enumerate(images)
@@ -82,11 +82,11 @@ def name_images(paths: Sequence[str], num_shared: int | None = None) -> list[str
     names = [clean_name("-".join((*own, stem))) for own, stem in zip(folders, stems, strict=True)]
     # file systems may ignore case
     counts = Counter(name.casefold() for name in names)
-    for place, path in enumerate(paths):
-        if counts[names[place].casefold()] > 1:
+    for number, path in enumerate(paths):
+        if counts[names[number].casefold()] > 1:
             # file names on Linux may be no valid UTF-8
             digest = hashlib.sha256(path.encode("utf-8", "surrogateescape")).hexdigest()
-            names[place] += f"-{digest[:12]}"
+            names[number] += f"-{digest[:12]}"
     return names
 
 

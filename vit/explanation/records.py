@@ -51,13 +51,13 @@ class ImageResult:
     """An image and, when it is explained, its maps and the model's outputs.
 
     Attributes:
-        path: Its name in messages and the manifest.
-        name: Its name on pages and pictures, and the start of the names of its files.
+        path: Name in messages and the manifest.
+        name: Name on pages and pictures, and the start of the names of its files.
         photo: The RGB image, 224 to 512 pixels a side; None after the first 24.
         maps: In the order of the methods, then of the classes.
         prediction: Index, name and probability of the predicted class, or of the most probable
-            label; "labels" has those that are predicted, where there may be several. Without
-            probabilities, the name is the target and its value.
+            label; "labels" has those that are predicted. Without probabilities, the name is the
+            target and its value.
         probabilities: Probabilities of the classes; empty if the model has none.
         attention: The result of `measure_attention`, if it was asked for.
     """
@@ -76,14 +76,14 @@ class ImageResult:
     )
 
     def describe_class(self, index: int | None, name: str) -> dict[str, Any]:
-        """Describe a class, or a target that isn't one."""
+        """Describe a class, or a target that isn't one, which has no index."""
         probability = None
         if index is not None and len(self.probabilities):
             probability = float(self.probabilities[index])
         return {"index": index, "name": name, "probability": probability}
 
     def describe_prediction(self) -> str:
-        """Describe the prediction in words; without probabilities it is the name alone."""
+        """Describe the prediction in words."""
         if self.prediction["probability"] is None:
             return str(self.prediction["name"])
         labels = self.prediction.get("labels", [self.prediction])
@@ -94,6 +94,10 @@ class ImageResult:
             f"{one['name']}  {format_percent(one['probability'], _PRECISION)}" for one in labels
         ]
         return f"{start} {', '.join(words)}"
+
+    def find_maps(self, method: str) -> list[MapResult]:
+        """Find the maps of a method."""
+        return [one for one in self.maps if one.method.name == method]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the image as the manifest has it."""
@@ -134,7 +138,7 @@ class Explanations:
     unreadable: list[tuple[str, str]]
 
     def _repr_jpeg_(self) -> bytes:
-        """Return the contact sheet for notebooks, which keep it: PNG is eight times as large."""
+        """Return the contact sheet for notebooks: PNG is eight times as large."""
         file = io.BytesIO()
         self.draw_sheet().save(file, "JPEG", quality=75)
         return file.getvalue()
@@ -150,24 +154,20 @@ class Explanations:
         """Maps of each method, float32: [n, rows, columns] on the patch grid, or for T labels
         [n, T, rows, columns]. Images of fewer labels than others end with maps of NaN."""
         found = {}
-        for name, images in self._find_maps().items():
-            rows = [torch.from_numpy(np.stack([one.values for one in maps])) for maps in images]
-            # shorter rows are filled up; one column has no axis
-            stacked = pad_sequence(rows, batch_first=True, padding_value=torch.nan)
-            found[name] = stacked.squeeze(1)
+        for name in self.methods:
+            maps = [[one.values for one in image.find_maps(name)] for image in self.images]
+            rows = [torch.from_numpy(np.stack(values)) for values in maps]
+            padded = pad_sequence(rows, batch_first=True, padding_value=torch.nan)
+            found[name] = padded.squeeze(1)
         return found
 
     @property
     def checks(self) -> dict[str, list[list[SanityCheck]]]:
         """Tests by method, image and class; no classes if none were asked for."""
         return {
-            name: [[one.sanity_check for one in maps if one.sanity_check] for maps in images]
-            for name, images in self._find_maps().items()
-        }
-
-    def _find_maps(self) -> dict[str, list[list[MapResult]]]:
-        """Find the maps of each method and image."""
-        return {
-            name: [[one for one in image.maps if one.method.name == name] for image in self.images]
+            name: [
+                [one.sanity_check for one in image.find_maps(name) if one.sanity_check]
+                for image in self.images
+            ]
             for name in self.methods
         }

@@ -1,9 +1,8 @@
 """The number that a map explains: a function of the model's outputs, for most models of one class.
 
-If the model chooses one of several classes, gradients explain the logit of a class, and the effect
-of removed patches is the change of its probability. A label of a multi-label model has a sigmoid.
-The one output of a model (regression, or a binary classifier with one logit) and the result of a
-function of the outputs are taken as they are.
+Gradients explain the logit of a class or label, and the effect of removed patches is the change of
+its probability. The one output of a model (regression, or a binary classifier with one logit) and
+the result of a function of the outputs are taken as they are.
 """
 
 import re
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from vit.bundle import Bundle
 from vit.model.model_info import find_problem_type
 from vit.prediction.decision import compute_probabilities, decide_labels, rank_classes
-from vit.prediction.probabilities import Float32s
+from vit.prediction.probabilities import Floats
 from vit.runtime.arguments import shorten
 from vit.runtime.tensors import Logits
 
@@ -33,10 +32,7 @@ Numbers = Float[Tensor, " B"]
 OutputKind = Literal["classes", "labels", "numbers", "features"]
 
 _MINUS = " - "
-
-
-def _choose_predicted(logits: Logits) -> Int[Tensor, "B 1"]:
-    return logits.argmax(dim=1, keepdim=True)
+_choose_predicted = partial(torch.argmax, dim=1, keepdim=True)
 
 
 @dataclass(frozen=True)
@@ -63,7 +59,7 @@ class Target:
         return self.classes.to(logits.device)[:, None]
 
     def with_classes(self, classes: Int[Tensor, "*n"]) -> "Target":
-        """Return the target with a class for each image, or for all, whatever is predicted."""
+        """Return the target with a class for each image, or for all."""
         return replace(self, classes=classes)
 
     def select(self, rows: Sequence[int]) -> "Target":
@@ -109,27 +105,23 @@ def find_output_kind(
     return "numbers" if len(class_names) == 1 or problem == "regression" else "classes"
 
 
-def find_decided(bundle: Bundle, logits: Float32s) -> list[list[int]]:
-    """Find the labels that a model predicts for each image from logits [n, C], the most probable
-    first, or its class."""
-    probabilities = compute_probabilities(bundle, logits)
+def find_decided(bundle: Bundle, probabilities: Floats) -> list[list[int]]:
+    """Find the class that a model predicts for each image by its thresholds, or its labels, the most
+    probable first."""
     ranked = rank_classes(bundle, probabilities)
     if not bundle.is_multilabel:
         return [row[:1] for row in ranked]
-    present = decide_labels(bundle, probabilities)
-    return [
-        [place for place in row if found[place]] for row, found in zip(ranked, present, strict=True)
-    ]
+    pairs = zip(ranked, decide_labels(bundle, probabilities), strict=True)
+    return [[label for label in row if present[label]] for row, present in pairs]
 
 
 def choose_decided(bundle: Bundle, logits: Logits) -> Int[Tensor, "B T"]:
-    """Choose what a model predicts by its thresholds: the class of each image, or its labels, the
-    most probable first (without any, the most probable label). Shorter rows repeat their first
-    label."""
-    values = logits.float().cpu().numpy()
+    """Choose what a model predicts for each image, or else its most probable label. Shorter rows
+    repeat their first label."""
+    probabilities = compute_probabilities(bundle, logits.float().cpu().numpy())
     chosen = [
         labels or [int(row.argmax())]
-        for labels, row in zip(find_decided(bundle, values), values, strict=True)
+        for labels, row in zip(find_decided(bundle, probabilities), probabilities, strict=True)
     ]
     width = max(map(len, chosen))
     rows = [labels + labels[:1] * (width - len(labels)) for labels in chosen]
@@ -154,7 +146,7 @@ def build_target(
     num_images: int | None = None,
 ) -> Target:
     """Build the number that is explained, and the choice of classes. Raise ValueError if a class is
-    unknown or ambiguous, the model has none, or there are more or fewer than images.
+    unknown or ambiguous, the model has none, or there isn't one for each image.
 
     Args:
         target: "auto" (the predicted class, or the most probable label), a class's name or index;

@@ -22,8 +22,8 @@ FORMATS = ("png", "svg", "pdf", "npz", "html")
 
 
 def write_pictures(folder: Path, images: Sequence[ImageResult], formats: Sequence[str]) -> None:
-    """Write the pictures of some images, `NAME.METHOD.png` and the like: "png" for maps over their
-    photos, "svg" and "pdf" for figures."""
+    """Write the pictures of some images, `NAME.METHOD.png` and the like: maps over their photos
+    ("png") and figures ("svg", "pdf")."""
     for image in images:
         assert image.photo is not None
         for result in image.maps:
@@ -45,8 +45,8 @@ def write_results(
     parameters: Mapping[str, Any],
     cards: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Write the files of all images: the manifest with `parameters`, index.png of the first ones,
-    maps.npz, and the gallery of `cards` from `describe_card`."""
+    """Write the files of all images: the manifest with `parameters`, index.png, maps.npz, and the
+    gallery of `cards` from `describe_card`."""
     if "npz" in formats:
         arrays = {result.key: result.values for image in found.images for result in image.maps}
         write_arrays(folder / "maps.npz", arrays)

@@ -1,6 +1,10 @@
-"""The page of an audit, driven by keys: what is accepted is in the file that it saves."""
+"""`vit audit` finds planted errors; its page, driven by keys, saves what is accepted; that goes into a
+training, and nothing is moved."""
 
+import csv
+import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +14,21 @@ from PIL import Image
 
 import vit
 from tests.browser import find_low_contrast, find_unnamed, find_wide, phone
-from tests.conftest import SaveModel
+from tests.conftest import Launcher, SaveModel
 from vit.config import load_config
 from vit.data.corrections import read_corrections
+from vit.data.open import open_dataset
 from vit.training.data import build_dataset
 
+# classes and files with names that would be markup, a path or a formula
 CLASSES = ("<b>red", '"blue",')
+FILE = "{:02d}, <img src=x onerror=alert(1)>.png"
+GROUPS = "([0-9])9, <img"
+TRAIN = [
+    "data.image_size=16", "model.patch_size=8", "model.embed_dim=16", "model.depth=1",
+    "model.num_heads=2", "train.epochs=1", "train.batch_size=16", "train.device=cpu",
+    "train.precision=float32",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +42,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
             pixels = random.integers(0, 60, (16, 16, 3), dtype=np.uint8)
             is_blue = label == 1 or number < 3
             pixels[..., 2 if is_blue else 0] += 150
-            Image.fromarray(pixels).save(root / class_name / f"{number:02d}, a.png")
+            Image.fromarray(pixels).save(root / class_name / FILE.format(number))
     return root
 
 
@@ -40,7 +53,7 @@ def weights(root: Path, save_model: SaveModel) -> Path:
 
 @pytest.fixture(scope="module")
 def result(root: Path, weights: Path) -> Any:
-    return vit.audit(root, model=weights, group_by="([0-9])9, a")
+    return vit.audit(root, model=weights, group_by=GROUPS)
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +74,9 @@ def test_suspects_stand_between_the_nearest_images_of_both_classes(
     audit = result.audit
     # 09 and 19 of both classes are two groups, the others are alone
     assert len(set(result.images.groups)) == 2 + 36
-    assert len(audit.label_errors) >= 3
-    paths = [f"{name}/{number:02d}, a.png" for name in CLASSES for number in range(20)]
+    found = {(error.path, error.given, error.suggested) for error in audit.label_errors}
+    assert found == {(f"{CLASSES[0]}/{FILE.format(number)}", *CLASSES) for number in range(3)}
+    paths = [f"{name}/{FILE.format(number)}" for name in CLASSES for number in range(20)]
     features = vit.embed(weights, [root / path for path in paths], device="cpu")
     units = features / np.linalg.norm(features, axis=1, keepdims=True)
     cosines = units @ units.T
@@ -77,6 +91,72 @@ def test_suspects_stand_between_the_nearest_images_of_both_classes(
             np.testing.assert_allclose(cosines[index, found], expected, atol=1e-5)
             np.testing.assert_allclose([cosine for _, cosine in near[side]], expected, atol=1e-5)
             assert set(found) <= set(others)
+
+
+def test_the_command_writes_a_page_on_which_names_are_inert(
+    result: Any, root: Path, weights: Path, tmp_path: Path, cli: Launcher
+) -> None:
+    output = ("--output", tmp_path / "out")
+    cli.succeed("audit", root, "--model", weights, "--group-by", GROUPS, *output)
+    errors = json.loads((tmp_path / "out" / "audit.json").read_text())["label_errors"]
+    assert errors[0].keys() == {"path", "given", "suggested", "score"}
+    assert [error["path"] for error in errors] == [
+        error.path for error in result.audit.label_errors
+    ]
+    page = (tmp_path / "out" / "audit.html").read_text()
+    assert "<b>red" not in page
+    assert "<img src=x" not in page
+    assert "&lt;b&gt;red" in page
+    assert "http" not in page.replace("http-equiv", "").replace("http://www.w3.org", "")
+    assert "add --model" in cli.fail("audit", root, "--output", tmp_path / "other")
+
+
+def test_accepted_suggestions_are_applied_and_change_the_fingerprint(
+    root: Path, tmp_path: Path
+) -> None:
+    path = f"{CLASSES[0]}/{FILE.format(0)}"
+    corrections = tmp_path / "corrections.csv"
+    with corrections.open("w", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows(
+            [("path", "given", "label"), (path, *CLASSES)]
+        )
+    files = sorted(map(str, root.rglob("*")))
+
+    before = open_dataset("folder", root=root)
+    after = replace(before, corrections=read_corrections(corrections)).split("all")
+    (changed,) = np.flatnonzero(before.split("all").labels != after.labels)
+    assert after.ids[changed] == path
+    assert after.class_names[after.labels[changed]] == CLASSES[1]
+
+    runs = []
+    for extra in ([], [f"data.corrections={corrections}"]):
+        output = tmp_path / f"run-{len(extra)}"
+        runs.append(vit.train(root, output=output, overrides=[*TRAIN, *extra]).bundle)
+    plain, corrected = runs
+    assert plain.data["fingerprint"] != corrected.data["fingerprint"]
+    # the model file doesn't need the table
+    assert corrected.config["data"]["corrections"] == {path: CLASSES[1]}
+    assert plain.config["data"]["corrections"] is None
+    assert sorted(map(str, root.rglob("*"))) == files
+
+
+def test_corrections_that_do_not_fit_are_refused(root: Path, tmp_path: Path, cli: Launcher) -> None:
+    table = tmp_path / "table.csv"
+    for text, problem in (
+        ("name,label\na,b\n", "line 1 is not path,given,label"),
+        ("path,given,label\na.png,b\n", "line 2"),
+        ("path,given,label\na,b,c\na,b,d\n", "a second label"),
+    ):
+        table.write_text(text)
+        with pytest.raises(ValueError, match=problem):
+            read_corrections(table)
+    arguments = ("train", root, *TRAIN, f"data.corrections={table}", "--output", tmp_path / "run")
+    for path, problem in (
+        ("gone.png", "names 1 images that are not among those"),
+        (f"{CLASSES[0]}/{FILE.format(0)}", "unknown label of"),
+    ):
+        table.write_text(f'path,given,label\n"{path}",a,b\n')
+        assert problem in cli.fail(*arguments)
 
 
 @pytest.mark.browser

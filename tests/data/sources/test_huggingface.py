@@ -87,7 +87,10 @@ def test_a_folder_of_parquet_files_has_splits(tmp_path: Path, folder: str) -> No
     for number in range(2):
         name = f"train-0000{number}-of-00002.parquet"
         write_parquet(root / folder / name, make_table(first=12 * number))
-    write_parquet(root / folder / "validation-00000-of-00001.parquet", make_table(6, first=50))
+    path = root / folder / "validation-00000-of-00001.parquet"
+    write_parquet(path, make_table(6, first=50))
+    assert find_kind(root) == find_kind(path) == "huggingface"
+    assert len(open_for_model(root, recorded={}).split()) == 6
     dataset = open_place(root, rule=ImageRule(validation_fraction=0))
     assert [len(dataset.split(split)) for split in ("train", "test")] == [24, 6]
     assert_pictures(dataset.split("test"), first=50)
@@ -115,17 +118,6 @@ def test_a_name_on_the_hub_is_loaded_by_the_library(monkeypatch: pytest.MonkeyPa
         assert len(open_place(root).split("all")) == 12
         assert find_kind(root) == "huggingface"
     assert asked == [("owner/name", None), ("owner/name", "small")]
-
-
-def test_it_is_trained_on_and_evaluated_by_its_path(tmp_path: Path, cli: Launcher) -> None:
-    path = write_parquet(tmp_path / "x.parquet", make_table(60))
-    assert find_kind(path) == find_kind(tmp_path) == "huggingface"
-    assert len(open_for_model(path, recorded={}).split()) == 60
-    data = ["data.name=huggingface", f"data.root={path}", "train.batch_size=16", "train.epochs=1"]
-    data += ["data.pipeline=workers", "data.workers=1"]
-    cli.succeed("train", "digits", *TINY_RUN, *data, "-o", tmp_path / "run")
-    options = ["--device", "cpu", "--num-examples", 0]
-    cli.succeed("evaluate", tmp_path / "run", *options, "-o", tmp_path / "evaluation")
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ _MODES = {
     "grey.tif": "L",
 }
 # width and height
-_SIZES = ((1, 1), (1, 9), (300, 1), (3, 400), (33, 47), (640, 37), (2500, 1650))
+_SIZES = ((1, 1), (1, 9), (300, 1), (3, 400), (33, 47), (640, 37), (1250, 825))
 
 
 def write_odd_images(folder: Path) -> list[Path]:

@@ -63,7 +63,7 @@ def run_program(folder: Path, *paths: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("task", "preprocess"),
     [
-        ("classes", None),
+        ("classes", {}),
         (
             "class from a threshold",
             {"interpolation": "bilinear", "resize_mode": "stretch", "image_size": [32, 48]},
@@ -76,9 +76,9 @@ def test_the_program_predicts_forty_pictures_as_vit_does(
     save_model: SaveModel,
     tmp_path: Path,
     task: str,
-    preprocess: dict[str, Any] | None,
+    preprocess: dict[str, Any],
 ) -> None:
-    values = {"image_size": [32, 32], "crop_pct": 0.875, **(preprocess or {})}
+    values = {"image_size": [32, 32], "crop_pct": 0.875, **preprocess}
     path = save_model(
         tmp_path / "saved.safetensors",
         class_names=NAMES,
@@ -96,7 +96,7 @@ def test_the_program_predicts_forty_pictures_as_vit_does(
     for ours, prediction in zip(found, expected, strict=True):
         assert ours["path"] == prediction.path
         # a model that was trained on 8 bits refuses deeper images
-        is_deep = Path(prediction.path).name[:2] in ("12", "16") and not values.get("value_range")
+        is_deep = Path(prediction.path).name[:2] in ("12", "16") and "value_range" not in preprocess
         assert (prediction.error is not None) == ("error" in ours) == is_deep, (prediction, ours)
         if is_deep:
             continue
@@ -192,7 +192,7 @@ def test_onnxruntime_makes_weights_of_8_and_16_bits(folder: Path, tmp_path: Path
 
 
 def test_onnx_needs_its_packages_and_a_classifier(
-    cli: Launcher, tiny_model_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cli: Launcher, model_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import timm
 
@@ -201,5 +201,5 @@ def test_onnx_needs_its_packages_and_a_classifier(
         vit.export_model(headless, output=tmp_path / "headless")
     assert not (tmp_path / "headless").exists()
     monkeypatch.setitem(sys.modules, "onnxscript", None)
-    told = cli.fail("export", tiny_model_file, "--output", tmp_path / "out")
+    told = cli.fail("export", model_file, "--output", tmp_path / "out")
     assert "'.[export]'" in told

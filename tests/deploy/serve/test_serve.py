@@ -298,6 +298,7 @@ def test_the_command_answers_and_a_mistake_is_one_line(
 ) -> None:
     health: list[bytes] = []
     seconds: list[float] = []
+    statuses: list[int] = []
     run = uvicorn.Server.run
 
     def ask_and_end(server: uvicorn.Server, sockets: list[socket.socket]) -> None:
@@ -309,7 +310,18 @@ def test_the_command_answers_and_a_mistake_is_one_line(
                 connection.request("GET", "/health")
                 health.append(connection.getresponse().read())
                 seconds.append(time.perf_counter() - before)
-            connection.close()
+            others = []
+            for count in (127, 1):
+                address = ("127.0.0.1", port)
+                others += [socket.create_connection(address) for _ in range(count)]
+                # at the second request, all are there
+                for _ in range(2):
+                    connection.request("GET", "/health")
+                    response = connection.getresponse()
+                    response.read()
+                statuses.append(response.status)
+            for each in (connection, *others):
+                each.close()
             server.should_exit = True
 
         threading.Thread(target=ask).start()
@@ -321,6 +333,8 @@ def test_the_command_answers_and_a_mistake_is_one_line(
     assert b'"status":"ok"' in health[0]
     # no answer waits for the client to confirm its beginning, which takes 40 ms
     assert min(seconds) < 0.03
+    # with 128 and with 129 clients
+    assert statuses == [200, 503]
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert "Address already in use" in cli.fail("serve", bundle.name, "--port", port)

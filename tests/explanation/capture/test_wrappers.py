@@ -48,6 +48,31 @@ def test_a_wrapped_model_has_the_maps_of_the_model(name: str) -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-7)
 
 
+class Scale(nn.Module):
+    """Results with three axes, as tokens have them, before the transformer."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return (images.flatten(2) + images.flatten(2) / 2).view_as(images)
+
+
+def test_own_preprocessing_before_the_model_changes_no_map() -> None:
+    model, images = build("timm")
+    for before in (Scale(), nn.Sequential(nn.Conv2d(3, 3, 1), Scale())):
+        whole = nn.Sequential(before, model).eval()
+        inner = before(images).detach()
+        _, _, expected = compute_maps(model, inner, methods=METHODS[:2])
+        _, _, maps = compute_maps(whole, images, methods=METHODS[:2])
+        for one, other in zip(maps, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-7)
+        # the model may be called without it
+        with torch.no_grad(), capture_attention(whole) as record:
+            whole(images)
+            expected = record.attentions
+            if not isinstance(before, nn.Sequential):
+                model(inner)
+        assert all(map(torch.equal, record.attentions, expected))
+
+
 # peft asks for what Hugging Face has renamed
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 like them and is right is read."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -348,13 +349,33 @@ def test_a_wrong_model_is_refused_in_a_sentence(name: str) -> None:
 def test_a_wrong_model_of_very_many_tokens_is_refused_by_the_first_of_them(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("forward", "reader", "verification"):
+    for module in ("reader", "verification"):
         path = f"vit.explanation.capture.{module}"
         monkeypatch.setattr(f"{path}.MANY_TOKENS", 8)
-        monkeypatch.setattr(f"{path}.FEW_TOKENS", 12, raising=False)
+        monkeypatch.setattr(f"{path}.FEW_TOKENS", 12)
     test_a_wrong_model_is_refused_in_a_sentence(name)
     model, images = build(lambda: Classifier(blocks(attention)))
     assert run_forward(model, images).reader.can_drop_tokens
+
+
+class Columns(Classifier):
+    """Patches column by column, as those of the turned image."""
+
+    def embed(self, images: Tensor) -> Tensor:
+        return super().embed(images.mT)
+
+
+def test_patches_without_a_convolution_keep_rows_and_columns() -> None:
+    for kind in (Classifier, Columns):
+        model, images = build(partial(kind, blocks(attention), patches="unfold"))
+        for shape in ((16, 64), (64, 16)):
+            photos = images.reshape(2, 3, *shape)
+            if kind is Classifier:
+                found = vit.attribute(model, photos, method="rollout")
+                assert found.shape == (2, shape[0] // 8, shape[1] // 8)
+            else:
+                with pytest.raises(ValueError, match=PLACES):
+                    vit.attribute(model, photos, method="rollout")
 
 
 @pytest.mark.parametrize("convolution", [(7, 4, 3), (12, 8, 2)])

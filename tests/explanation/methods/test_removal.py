@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from tests.explanation.model_zoo import MODELS, build
 from vit.explanation.capture.forward import run_forward
-from vit.explanation.methods.removal import compute_removal_map
+from vit.explanation.methods.gradients import compute_removal_map
 from vit.model.logits import compute_logits
 
 Build = Callable[..., tuple[nn.Module, Tensor]]

@@ -54,7 +54,7 @@ def test_signed_maps_have_zero_in_the_middle_and_red_above() -> None:
 
 
 @pytest.mark.parametrize("signed", [False, True])
-@pytest.mark.parametrize("size", [(32, 32), (1000, 20), (20, 1000), (3000, 2000), (1, 1)])
+@pytest.mark.parametrize("size", [(32, 32), (1000, 20), (20, 1000), (900, 600), (1, 1)])
 def test_pictures_of_any_size_are_drawn(size: tuple[int, int], signed: bool) -> None:
     """A map of zeros, too."""
     geometry = Preprocess(image_size=(16, 16)).geometry(size)

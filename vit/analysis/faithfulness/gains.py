@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from vit.explanation.capture.tokens import Grid
+from vit.explanation.capture.discovery import Grid
 from vit.explanation.checks.token_ablation import ComputeKept
 from vit.explanation.targets import CLASS, Target
 from vit.model.logits import at_least_float32

@@ -24,8 +24,7 @@ from vit.data.dataset import ImageDataset
 from vit.evaluation.images import check_data, find_labels, open_data
 from vit.explanation.capture.reader import ModelReader, read_model
 from vit.explanation.checks.token_ablation import build_removal
-from vit.explanation.explainer import choose_explain_batch_size
-from vit.explanation.methods.maps import compute_maps
+from vit.explanation.methods.maps import choose_explain_batch_size, compute_maps
 from vit.explanation.methods.registry import find_methods, list_methods
 from vit.explanation.targets import CLASS, LABEL, Target
 from vit.prediction.batch_predictor import BatchPredictor, read_dataset

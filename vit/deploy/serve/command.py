@@ -58,7 +58,7 @@ def serve(
             app,
             log_level="warning",
             server_header=False,
-            limit_concurrency=_MAX_REQUESTS,
+            limit_concurrency=_MAX_REQUESTS + 1,  # which is refused
             timeout_graceful_shutdown=_ENDING_SECONDS,
         )
         uvicorn.Server(config).run(sockets=[listener])

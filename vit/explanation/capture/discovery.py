@@ -1,7 +1,5 @@
 """Find the attention layers of a model of any code: run it once, and see what attends and to which
-tokens each attention is added.
-
-Tokens are known by their place in the pass, see `ForwardWatch`.
+tokens each attention is added. Tokens are known by their number in the pass, see `ForwardWatch`.
 """
 
 import sys
@@ -14,23 +12,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from vit.explanation.capture.layers import AttentionLayer
-from vit.explanation.capture.tokens import Grid, draw_noise
-from vit.explanation.capture.watch import ForwardWatch, has_three_axes
+from vit.explanation.capture.watch import AttentionLayer, ForwardWatch, has_three_axes
 from vit.model.logits import at_least_float32, compute_logits
 from vit.model.model_info import keep_mode
 from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.tensors import Images, Logits
 
+Grid = tuple[int, int]  # (rows, columns) of patches
+
 _BATCH = 2
 _ADDITIONS = {torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__}
 _COPIES = {torch.clone, Tensor.clone}
 # Called with the number of each link from 0 on, and its tokens [B, N, D]: those that enter each
-# block, and at last those that leave the last one. The model goes on with its result, if that isn't
-# None.
+# block, and at last those that leave the last one. The model goes on with a result that isn't None.
 OnTokens = Callable[[int, Tensor], Tensor | None]
 # Called with the number of each layer, and at last of a pooling, and the layer. The model goes on
-# with its result [B, H, N, K] instead of A·V, if that isn't None.
+# with a result [B, H, N, K] that isn't None instead of A·V.
 OnLayer = Callable[[int, AttentionLayer], Tensor | None]
 
 
@@ -45,10 +42,9 @@ class Discovered(NamedTuple):
     links: list[int]
     # order of their axes that makes them [batch, tokens, channels], and back
     axes: tuple[int, int, int]
-    # name of the first module with weights that runs, with which a pass begins: a model's parts may
-    # be called without the model
+    # first module with weights that runs: a model's parts may be called without the model
     first: str
-    # rows and columns of convolutions that make patches from pixels
+    # rows and columns of patches that convolutions make from pixels
     patch_grids: set[Grid]
 
     @property
@@ -95,7 +91,7 @@ class _Seen:
     number: int
     num_queries: int
     num_tokens: int
-    time: int  # number of results before its own
+    time: int  # number of results before its output
     link: int = -1
     shape: tuple[int, ...] = ()
 
@@ -104,8 +100,9 @@ class _Discovery(ForwardWatch):
     """Context that lists the attentions, the additions and the grids of patches of a pass. No tensor
     is kept: each carries its number."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_channels: int) -> None:
         super().__init__(_BATCH)
+        self.num_channels = num_channels
         self.first = ""
         self.seen: list[_Seen] = []
         self.last_additions: dict[tuple[int, ...], int] = {}
@@ -119,11 +116,11 @@ class _Discovery(ForwardWatch):
 
     def on_convolution(self, module: nn.Conv2d, args: tuple[Tensor], patches: Tensor) -> None:
         """Note the grid of patches that don't overlap."""
-        if module.kernel_size == module.stride:
+        if module.in_channels == self.num_channels and module.kernel_size == module.stride:
             self.patch_grids.add((patches.shape[-2], patches.shape[-1]))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # an addition in place changes its first term
+        # before the call, because an addition in place changes its first term
         numbers = []
         if func in _ADDITIONS and all(map(has_three_axes, args[:2])):
             numbers = [_find_number(term) for term in args[:2] if term.shape == args[0].shape]
@@ -164,15 +161,23 @@ def _find_number(tensor: Tensor) -> int:
     return number if version == tensor._version else -1
 
 
+def draw_noise(
+    shape: tuple[int, ...], like: Tensor, generator: torch.Generator | None = None
+) -> Tensor:
+    """Draw normally distributed numbers, the same ones at each call without a generator, with the
+    type and device of `like`."""
+    generator = generator or torch.Generator().manual_seed(0)
+    return torch.randn(shape, generator=generator).to(like)
+
+
 @torch.inference_mode(False)
 @torch.no_grad()
 def discover_layers(model: nn.Module, image_shape: tuple[int, ...]) -> Discovered:
     """Run a model on noise of the shape [channels, height, width] and find its attention layers, in
-    order. Raise ValueError if none is seen between all tokens, or not to which tokens one is
-    added."""
+    order. Raise ValueError if there are none, or one isn't added to tokens."""
     family = type(model).__name__
     images = draw_noise((1, *image_shape), next(model.parameters())).repeat(_BATCH, 1, 1, 1)
-    watch = _Discovery()
+    watch = _Discovery(image_shape[0])
     with evaluation_mode(model), ExitStack() as stack:
         try:
             run_whole(model, images[:1])  # it may keep what it computes in its first pass
@@ -180,9 +185,7 @@ def discover_layers(model: nn.Module, image_shape: tuple[int, ...]) -> Discovere
                 if name and next(module.parameters(), None) is not None:
                     on_entry = partial(watch.on_entry, name)
                     stack.enter_context(module.register_forward_pre_hook(on_entry))
-                if isinstance(module, nn.Conv2d) and module.in_channels == image_shape[0]:
-                    stack.enter_context(module.register_forward_hook(watch.on_convolution))
-            with watch:
+            with hook_modules(model, watch.on_convolution, nn.Conv2d), watch:
                 run_whole(model, images)
         except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
             raise ValueError(
@@ -225,9 +228,21 @@ def run_whole(model: nn.Module, images: Images) -> Logits:
 
 
 @contextmanager
+def hook_modules(
+    model: nn.Module, hook: Callable[..., Any], kind: type[nn.Module] = nn.Module
+) -> Iterator[None]:
+    """Call a forward hook of every module of a kind."""
+    with ExitStack() as stack:
+        for module in model.modules():
+            if isinstance(module, kind):
+                stack.enter_context(module.register_forward_hook(hook))
+        yield
+
+
+@contextmanager
 def run_as_written() -> Iterator[None]:
-    """Let modules run as they are written: without the code that torch.compile makes of them, and
-    without the fast path of `nn.TransformerEncoderLayer`. Neither can be watched."""
+    """Let modules run without the code that torch.compile makes of them, and without the fast path
+    of `nn.TransformerEncoderLayer`: neither can be watched."""
     fast_path = torch.backends.mha.get_fastpath_enabled()
     with ExitStack() as stack:
         stack.callback(torch.backends.mha.set_fastpath_enabled, fast_path)

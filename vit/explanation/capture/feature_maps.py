@@ -1,18 +1,18 @@
-"""Read the last feature map of a convolutional network, so that Grad-CAM can explain it: the last
-output of a module that has several places, if its sides have the proportions of the image.
+"""Read the last feature map of a convolutional network, for Grad-CAM: the last output of a module
+that has several positions, if its sides have the proportions of the image.
 """
 
 import itertools
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from vit.explanation.capture.layers import find_tolerance
-from vit.explanation.capture.tokens import draw_noise
+from vit.explanation.capture.discovery import draw_noise, hook_modules
+from vit.explanation.capture.watch import find_tolerance
 from vit.model.logits import compute_logits
 from vit.runtime.tensors import Images
 
@@ -35,31 +35,29 @@ def order_channels(features: Tensor, images: Images) -> Float[Tensor, "B C rows 
 def record_outputs(
     model: nn.Module, held: tuple[int, Tensor] | None = None
 ) -> Iterator[list[tuple[int, Tensor]]]:
-    """Keep the last output of a module that has several places, with its number among such outputs.
-    The model goes on with a `held` tensor in place of the output of its number."""
+    """Keep the last output of a module that has several positions, with its number among such
+    outputs. The model goes on with a `held` tensor instead of the output of its number."""
     last: list[tuple[int, Tensor]] = []
     count = itertools.count()
 
     def keep(module: nn.Module, args: object, output: Any) -> Tensor | None:
         if not isinstance(output, Tensor) or output.ndim not in (3, 4):
             return None
-        # pooled features have one place: two sides of 1, or one token
+        # pooled features have one position: two sides of 1, or one token
         if sorted(output.shape[1:])[output.ndim - 3] == 1:
             return None
         last[:] = [(next(count), output)]
         return held[1] if held is not None and held[0] == last[0][0] else None
 
-    with ExitStack() as stack:
-        for module in model.modules():
-            stack.enter_context(module.register_forward_hook(keep))
+    with hook_modules(model, keep):
         yield last
 
 
 @torch.no_grad()
 def check_feature_map(model: nn.Module, image: Float[Tensor, "1 channels height width"]) -> None:
-    """Change each half of an image: the map's places in another half mustn't change more than those
-    in that half, and the classifier must read nothing else. Places that see the whole image change
-    alike. Raise ValueError if the last output with several places isn't such a feature map."""
+    """Change each half of an image: the other half of the map mustn't change more, and the
+    classifier must read nothing else. Positions that see the whole image change alike. Raise
+    ValueError if the last output with several positions isn't such a feature map."""
     height, width = (side // 2 for side in image.shape[2:])
     generator = torch.Generator().manual_seed(0)
     # noise, so that no part of the feature map is zero
@@ -69,15 +67,15 @@ def check_feature_map(model: nn.Module, image: Float[Tensor, "1 channels height 
         half += draw_noise(half.shape, half, generator)
     with record_outputs(model) as outputs:
         logits = compute_logits(model, images)
-    places = order_channels(outputs[0][1], images) if outputs else None
+    ordered = order_channels(outputs[0][1], images) if outputs else None
     is_read = False
-    if places is not None:
+    if ordered is not None:
         number, features = outputs[0]
         with record_outputs(model, (number, features[:1].expand_as(features))):
             error = (compute_logits(model, images) - logits[:1]).abs().max()
         is_read = bool(error <= find_tolerance(image) * logits.abs().max())
-        change = (places[1:] - places[:1]).double().norm(dim=1)  # [4, rows, columns]
-        # a place out of reach changes by nothing, or by what rounding leaves
+        change = (ordered[1:] - ordered[:1]).double().norm(dim=1)  # [4, rows, columns]
+        # a position out of reach changes by nothing, or by what rounding leaves
         change = change.clamp_min(max(1e-3 * float(change.max()), 1e-30)).log()
         for more in (change[0] - change[1], (change[2] - change[3]).mT):
             along, across = _compare_halves(more), _compare_halves(more.mT)

@@ -3,9 +3,8 @@
 Fused attention never returns its weights, so its queries and keys are kept, and softmax(q kᵀ ·
 scale) is computed again on demand. Logits with and without capture are bit-equal.
 
-The gradient of a score f with respect to a layer's attention A follows from the heads' output O =
-A·V: ∂f/∂A = (∂f/∂O) Vᵀ, per head. One backward pass to the O's gives it for all layers; no N×N
-tensor enters the graph.
+The gradient of a score f by the attention A of a head with the output O = A·V is ∂f/∂A = (∂f/∂O)
+Vᵀ. One backward pass to the O's gives it for all layers; no N×N tensor enters the graph.
 
 `run_forward` records a forward pass together with the weights u that its output tokens have in the
 pooled feature. A map is uᵀM, where M contains the share of each input token in each output token.
@@ -17,12 +16,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from vit.bundle import Bundle
 from vit.explanation.capture.discovery import (
+    Grid,
     LayerWatch,
+    draw_noise,
     evaluation_mode,
     run_as_written,
     run_whole,
@@ -32,16 +32,15 @@ from vit.explanation.capture.feature_maps import (
     order_channels,
     record_outputs,
 )
-from vit.explanation.capture.layers import Attention, AttentionLayer, find_tolerance
 from vit.explanation.capture.pooling import (
     TokenWeights,
     capture_last_tokens,
     measure_pool_weights,
 )
-from vit.explanation.capture.reader import FEW_TOKENS, MANY_TOKENS, ModelReader, read_model
-from vit.explanation.capture.tokens import Grid, draw_noise
-from vit.explanation.capture.verification import check_bypass, check_mixing, check_places
-from vit.explanation.targets import CLASS, Target
+from vit.explanation.capture.reader import ModelReader, read_model
+from vit.explanation.capture.verification import check_attention
+from vit.explanation.capture.watch import Attention, AttentionLayer, find_tolerance
+from vit.explanation.targets import CLASS, Classes, Numbers, Target
 from vit.model.logits import at_least_float32, compute_logits
 from vit.runtime.tensors import Images, Logits, Tokens
 
@@ -69,28 +68,27 @@ class AttentionRecord:
             inputs[link] = tokens
             return tokens
 
-        def keep_layer(place: int, layer: AttentionLayer) -> None:
+        def keep_layer(number: int, layer: AttentionLayer) -> None:
             if self._verify and not reader.model.training:
-                layer.verify(f"attention layer {place + 1} of {type(reader.model).__name__}")
-            self._found[place] = layer if self._gradients else layer.detach()
-            self._found[place].block_input = inputs.get(place)
+                layer.verify(f"attention layer {number + 1} of {type(reader.model).__name__}")
+            self._found[number] = layer if self._gradients else layer.detach()
+            self._found[number].block_input = inputs.get(number)
 
         return reader.watch(keep_tokens, keep_layer)
 
     @property
     def layers(self) -> list[AttentionLayer]:
-        """The layers. Raises RuntimeError if the last forward pass didn't go through all of
-        them."""
-        if not self._num_layers:
+        """The layers. Raises RuntimeError if the last forward pass didn't go through all."""
+        count = self._num_layers
+        if not count:
             raise RuntimeError("no images [B, C, H, W] went through the model in capture_attention")
-        places = range(self._num_layers)
-        found = [self._found[place] for place in places if place in self._found]
-        if len(found) < len(places):
+        missing = set(range(count)) - self._found.keys()
+        if missing:
             raise RuntimeError(
-                f"{len(places) - len(found)} of {len(places)} attention layers were not captured: "
+                f"{len(missing)} of {count} attention layers were not captured: "
                 "no forward pass inside capture_attention went through them"
             )
-        return found
+        return [self._found[number] for number in range(count)]
 
     @property
     def pool(self) -> AttentionLayer | None:
@@ -123,8 +121,7 @@ class AttentionRecord:
     def differentiate(self, score: Tensor) -> list[tuple[AttentionLayer, Tensor]]:
         """Compute ∂score/∂O of each layer, which `AttentionLayer.gradient_and_value` takes."""
         # several classes and methods are differentiated one after another
-        gradients = torch.autograd.grad(score.sum(), self._list_outputs(), retain_graph=True)
-        found = iter(gradients)
+        found = iter(torch.autograd.grad(score.sum(), self._list_outputs(), retain_graph=True))
         # frozen layers have no gradient
         return [
             (layer, next(found) if layer.output.requires_grad else torch.zeros_like(layer.output))
@@ -210,8 +207,7 @@ class Forward:
         grid: Rows and columns of patches.
         tokens: Tokens that are pooled, after the last norm.
         target: The number that is explained.
-        feature_map: The feature map of a model without readable attention, whose places take the
-            role of patches.
+        feature_map: The feature map of a model without readable attention.
     """
 
     reader: ModelReader
@@ -225,14 +221,12 @@ class Forward:
     target: Target = CLASS
     feature_map: Tensor | None = None
 
-    def score(self, classes: Int[Tensor, " B"]) -> Float[Tensor, " B"]:
-        """Compute the number that gradients explain: the logit of one class of each image, or
-        another target."""
+    def score(self, classes: Classes) -> Numbers:
+        """Compute the number that gradients explain, see `Target`, for one class of each image."""
         return self.target.score(self.logits, classes)
 
-    def value(self, classes: Int[Tensor, " B"]) -> Float[Tensor, " B"]:
-        """Compute the number that shows the effect of removed patches: the probability of one class
-        of each image, or another target."""
+    def value(self, classes: Classes) -> Numbers:
+        """Compute the number that shows the effect of removed patches."""
         return self.target.value(at_least_float32(self.logits), classes)
 
 
@@ -242,41 +236,30 @@ def run_forward(
     model: nn.Module | ModelReader, images: Images, *, gradients: bool = False
 ) -> Forward:
     """Run a classifier in evaluation mode and record what maps need; `gradients` keeps the graph
-    from the images on. Raise ValueError if something can't be read, or if a check of a model that
-    isn't checked yet fails."""
+    from the images on. Raise ValueError if something can't be read, or a check fails."""
     reader = read_model(model, images)
     # a new leaf, so that the caller's tensor gets no gradient
     images = images.detach().clone().requires_grad_(gradients)
-    record = AttentionRecord(gradients=gradients, verify=not reader.is_checked)
-    with evaluation_mode(reader.model):
-        run = _run_with_attention if reader.has_attention else _run_without_attention
-        with torch.set_grad_enabled(gradients):
-            forward = run(reader, images, record)
-        if gradients:
-            _check_graph(reader.model, forward.logits)
+    run = _run_with_attention if reader.has_attention else _run_without_attention
+    with evaluation_mode(reader.model), torch.set_grad_enabled(gradients):
+        forward = run(reader, images)
         if not reader.is_checked:
             _check_forward(forward, images[:1].detach())
     return forward
 
 
 def _check_forward(forward: Forward, image: Images) -> None:
-    """Raise ValueError if maps of a forward pass, whose first image this is, would be wrong:
-    attention may be read right, and its product still be no map of this model."""
-    reader = forward.reader
-    if reader.has_attention:
-        num_tokens = forward.record.layers[0].num_tokens
-        if num_tokens > MANY_TOKENS and reader.can_drop_tokens:
-            num_tokens = FEW_TOKENS
-        check_places(reader, image, num_prefix=forward.num_prefix_tokens, grid=forward.grid)
-        check_bypass(reader, image, num_tokens)
-        check_mixing(reader, image, num_tokens)
+    """Raise ValueError if maps of a forward pass, whose first image this is, would be wrong."""
+    model = forward.reader.model
+    if forward.reader.has_attention:
+        check_attention(forward.reader, image)
     logits = forward.logits[:1].detach()
     with torch.no_grad():
-        change = (compute_logits(reader.model, image) - logits).abs().max()
+        change = (compute_logits(model, image) - logits).abs().max()
     # one image and a batch are rounded differently
     if change > 10 * find_tolerance(image) * logits.abs().max():
         raise ValueError(
-            f"two passes of {type(reader.model).__name__} over one image give different "
+            f"two passes of {type(model).__name__} over one image give different "
             "logits (dropout or a random mask in evaluation mode?), so no map explains it"
         )
 
@@ -291,50 +274,53 @@ def _check_graph(model: nn.Module, logits: Logits) -> None:
         )
 
 
-def _run_with_attention(reader: ModelReader, images: Images, record: AttentionRecord) -> Forward:
+def _run_with_attention(reader: ModelReader, images: Images) -> Forward:
     """Run a classifier, and record its attention."""
-    num_prefix, grid = reader.find_places()
-    gradients = torch.is_grad_enabled()
+    num_prefix, grid = reader.find_patches()
+    record = AttentionRecord(gradients=images.requires_grad, verify=not reader.is_checked)
     with record.watch(reader), capture_last_tokens(reader) as last_tokens:
         logits = run_whole(reader.model, images)
         _check_graph(reader.model, logits)
         pool_weights, tokens = measure_pool_weights(reader, last_tokens, logits)
-    if not gradients:  # the graph was for the measurement alone
+    if not images.requires_grad:  # the graph was for the measurement alone
         logits, tokens = logits.detach(), tokens.detach()
     return Forward(reader, images, logits, record, pool_weights, num_prefix, grid, tokens)
 
 
-def _run_without_attention(reader: ModelReader, images: Images, record: AttentionRecord) -> Forward:
+def _run_without_attention(reader: ModelReader, images: Images) -> Forward:
     """Run a classifier, and record its last feature map if maps are read from one."""
     has_feature_map = reader.source == "feature map"
     if has_feature_map and not reader.is_checked:
         check_feature_map(reader.model, images[:1].detach())
     with record_outputs(reader.model) as outputs:
         logits = compute_logits(reader.model, images)
-    feature_map = places = None
+    if images.requires_grad:
+        _check_graph(reader.model, logits)
+    feature_map = parts = None
     if has_feature_map:
         ((_, feature_map),) = outputs
-        places = order_channels(feature_map, images)
-    if places is None:
+        parts = order_channels(feature_map, images)
+    if parts is None:
         # parts of the image for maps of its pixels: 8 to 16 that divide a side, or 14
         rows, columns = (
             next((count for count in range(16, 7, -1) if side % count == 0), min(14, side))
             for side in images.shape[2:]
         )
-        places = images.new_empty(len(images), 0, rows, columns)
-    grid = (places.shape[2], places.shape[3])
-    tokens = places.flatten(2).mT  # the places take the role of patches
-    # the mean over all places, as in global average pooling
+        parts = images.new_empty(len(images), 0, rows, columns)
+    grid = (parts.shape[2], parts.shape[3])
+    tokens = parts.flatten(2).mT  # the parts take the role of patches
+    # the mean over all of them, as in global average pooling
     pool_weights = logits.new_full(tokens.shape[:2], 1 / tokens.shape[1])
+    record = AttentionRecord(gradients=False)
     return Forward(
         reader, images, logits, record, pool_weights, 0, grid, tokens, feature_map=feature_map
     )
 
 
 def settle_source(reader: ModelReader, images: Images) -> None:
-    """Find the source of maps of a model by its first image, its attention or else a feature map, if
-    that isn't done. The reader keeps the answer, and why attention is refused. Raise ValueError if
-    no maps are right."""
+    """Find the source of a model's maps by its first image, unless that is done: its attention, or
+    else a feature map. The reader keeps the answer, and why attention is refused. Raise ValueError
+    if no maps are right."""
     if reader.is_checked:
         return
     if reader.has_attention:
@@ -352,18 +338,23 @@ def settle_source(reader: ModelReader, images: Images) -> None:
     reader.keep()
 
 
+def draw_image(bundle: Bundle) -> Images:
+    """Draw an image of noise for a bundle's model."""
+    shape = (1, 3, *bundle.preprocess.image_size)
+    return draw_noise(shape, next(bundle.model.parameters()))
+
+
 def open_reader(bundle: Bundle) -> ModelReader:
     """Return a reader of a bundle's model, with its source settled by an image of noise."""
-    size = bundle.preprocess.image_size
-    images = draw_noise((1, 3, *size), next(bundle.model.parameters()))
-    reader = read_model(bundle.model, images)
-    settle_source(reader, images)
+    image = draw_image(bundle)
+    reader = read_model(bundle.model, image)
+    settle_source(reader, image)
     # noise is no reason to refuse attention, so the model isn't searched again until it changes
     reader.keep(refusal=True)
     return reader
 
 
-def differentiate(score: Float[Tensor, " B"], tensor: Tensor) -> Tensor:
+def differentiate(score: Numbers, tensor: Tensor) -> Tensor:
     """Compute ∂score/∂tensor in float32 or more. Images don't mix, so the gradient of the sum
     contains the gradient of each image. The graph is kept."""
     (gradient,) = torch.autograd.grad(score.sum(), tensor, retain_graph=True)

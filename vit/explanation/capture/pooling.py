@@ -1,6 +1,6 @@
 """Measure the pool weights u of a model: how much each output token of the encoder counts in the
-pooled feature, which the model classifies. Explaining mean-pooled models at the class token (or at
-token 0 if there is none) is a common mistake.
+pooled feature, which the model classifies. Explaining mean-pooled models at the class token is a
+common mistake.
 
 For a random mixture f of the logits and the tokens x after the last norm, u_j is the mean over the
 channels d of |∂f/∂x_jd| / Σ_k |∂f/∂x_kd|. If the pooled feature is a weighted mean of tokens (class
@@ -8,14 +8,16 @@ token, mean, both, maximum), this is the weight for any classifier.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from vit.explanation.capture.discovery import hook_modules
 from vit.explanation.capture.reader import ModelReader
+from vit.explanation.capture.watch import has_three_axes
 from vit.model.logits import at_least_float32
 from vit.runtime.tensors import Logits, Tokens
 
@@ -25,9 +27,9 @@ TokenWeights = Float[Tensor, "B N"]
 def measure_pool_weights(
     reader: ModelReader, last_tokens: list[Tokens], logits: Logits
 ) -> tuple[TokenWeights, Tokens]:
-    """Measure how much each of the tokens of `capture_last_tokens` counts, and find those that are
-    pooled. They are in the graph of the logits. Raise ValueError if the logits don't depend on them,
-    or if tokens are mixed after the last block."""
+    """Measure how much each token counts, and find the tokens that are pooled among those of
+    `capture_last_tokens`. Raise ValueError if the logits don't depend on them, or if tokens are
+    mixed after the last block."""
     found = reader.found
     # both are found once, so that no later pass copies numbers to or from its device
     if found.signs is None:
@@ -53,8 +55,8 @@ def measure_pool_weights(
 def _find_pooled(last_tokens: list[Tokens], gradients: Sequence[Tensor | None]) -> int:
     """Return which of the last tokens are pooled: the last ones on the way to the logits."""
     used = {
-        place: gradient
-        for place, gradient in enumerate(gradients)
+        number: gradient
+        for number, gradient in enumerate(gradients)
         if gradient is not None and gradient.any()
     }
     if 0 not in used:
@@ -98,8 +100,7 @@ def capture_last_tokens(reader: ModelReader) -> Iterator[list[Tokens]]:
 
     def on_module(module: nn.Module, args: Any, result: Any) -> Tensor | None:
         # modules before the last block don't matter
-        is_tokens = isinstance(result, Tensor) and result.ndim == 3
-        if not last_tokens or not is_tokens or not result.requires_grad:
+        if not last_tokens or not has_three_axes(result) or not result.requires_grad:
             return None
         for ordered in (result, result.permute(attention.axes)):
             # keys and values of an attention pooling have another width, or are mixed
@@ -109,8 +110,5 @@ def capture_last_tokens(reader: ModelReader) -> Iterator[list[Tokens]]:
                 return ordered.permute(attention.axes) if ordered is not result else None
         return None
 
-    with ExitStack() as stack:
-        stack.enter_context(reader.watch(keep_last))
-        for module in reader.model.modules():
-            stack.enter_context(module.register_forward_hook(on_module))
+    with reader.watch(keep_last), hook_modules(reader.model, on_module):
         yield last_tokens

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -13,13 +13,14 @@ from torch import Tensor, nn
 
 from vit.explanation.capture.discovery import (
     Discovered,
+    Grid,
     LayerWatch,
     OnLayer,
     OnTokens,
     discover_layers,
+    draw_noise,
     evaluation_mode,
 )
-from vit.explanation.capture.tokens import Grid, draw_noise
 from vit.model.averaged_model import AveragedModel
 from vit.model.logits import compute_logits
 from vit.model.model_info import unwrap_model
@@ -51,10 +52,9 @@ _KEPT: WeakKeyDictionary[nn.Module, _Findings] = WeakKeyDictionary()
 
 
 class ModelReader:
-    """A model, for images like these, and the parts of it that maps need. Each is searched for when
-    it is first needed. What an earlier reader of the module found is taken over if maps have passed
-    their checks and nothing changed. Wrappers of torch.compile, DistributedDataParallel and peft are
-    taken off."""
+    """A model without its wrappers, for images like these, and the parts of it that maps need. Each
+    is searched for when it is first needed. What an earlier reader of the module found is taken
+    over if maps have passed their checks and nothing changed."""
 
     def __init__(self, model: nn.Module, images: Images) -> None:
         self.model = unwrap_model(model)
@@ -66,8 +66,8 @@ class ModelReader:
             self.found = _Findings()
 
     def keep(self, *, refusal: bool = False) -> None:
-        """Note that maps have passed their checks, also for the next reader of the module. A refusal
-        of attention is noted there with `refusal` alone: its reason may be the images."""
+        """Note that maps have passed their checks, also for the next reader of the module; that
+        attention is refused, for it with `refusal` alone: the reason may be the images."""
         self.is_checked = True
         if self.has_attention or refusal:
             self.found.checked = _describe(self.model, self._like)
@@ -91,10 +91,9 @@ class ModelReader:
     @property
     def has_attention(self) -> bool:
         """True if there are attention layers, and no check has refused them."""
-        try:
+        with suppress(ValueError):
             return bool(self.attention)
-        except ValueError:
-            return False
+        return False
 
     @property
     def source(self) -> Source:
@@ -103,11 +102,10 @@ class ModelReader:
         # models have no common feature map
         return "pixels" if isinstance(self.model, AveragedModel) else "feature map"
 
-    def find_places(self) -> tuple[int, Grid]:
-        """Find the number of prefix tokens and the grid of the patches; `check_places` looks
-        whether it is right. All tokens that aren't patches are prefix tokens: class, registers,
-        prompts. Without a convolution, patches are taken to be squares. Raise ValueError if there
-        are no such patches."""
+    def find_patches(self) -> tuple[int, Grid]:
+        """Find the number of prefix tokens (class, registers, prompts: all that aren't patches) and
+        the grid of the patches, which `check_attention` tests. Without a convolution, patches are
+        taken to be squares. Raise ValueError if there are no such patches."""
         attention = self.attention
         _, height, width = self.image_shape
         num_tokens = attention.num_tokens[0]
@@ -128,9 +126,8 @@ class ModelReader:
 
     @property
     def can_drop_tokens(self) -> bool:
-        """True if tokens can be left out of a forward pass: the model has attention, and the
-        attention doesn't get the positions of all patches (rotary embeddings, relative position
-        biases)."""
+        """True if tokens can be left out of a forward pass: the model has attention, which doesn't
+        get the positions of all patches (rotary embeddings, relative position biases)."""
         if self.found.drops_tokens is None:
             self.found.drops_tokens = self.has_attention and self._try_to_drop()
         return self.found.drops_tokens
@@ -165,8 +162,7 @@ class ModelReader:
         self, change: Callable[[Tensor], Tensor]
     ) -> AbstractContextManager[LayerWatch]:
         """Let the first block read `change(tokens)` instead of the tokens [B, N, D], which include
-        prefix tokens, in one forward pass."""
-        # the position embedding is added before the first block
+        prefix tokens and have their positions."""
         return self.watch(lambda link, tokens: None if link else change(tokens))
 
     @contextmanager
@@ -181,8 +177,8 @@ class ModelReader:
 
 
 def _describe(model: nn.Module, images: Images) -> list[Any]:
-    """Return what changes when modules, their methods, hooks, settings or weights are replaced or
-    changed: all that a check depends on but the values of the images."""
+    """Return all that a check depends on but the values of the images: it changes when modules,
+    their methods, hooks, settings or weights do."""
     kind = images.device.type
     autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
     described: list[Any] = [images.shape[1:], images.dtype, images.device, autocast]

@@ -2,22 +2,27 @@
 
 Maps assume that the tokens are patches row by row, that the attention layers follow one another,
 that each has a residual connection, and that nothing else mixes tokens or leads around them. The
-checks change one image or its tokens, look at what changes, and refuse a model for which an
-assumption is wrong. They need no list of names.
+checks change one image or its tokens, and refuse a model in which something else changes.
 """
 
 import itertools
 import math
-from contextlib import ExitStack, suppress
+from contextlib import suppress
+from operator import gt
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from vit.explanation.capture.discovery import OnLayer, OnTokens, run_whole
-from vit.explanation.capture.layers import AttentionLayer, find_tolerance
-from vit.explanation.capture.reader import MANY_TOKENS, ModelReader
-from vit.explanation.capture.tokens import Grid, draw_noise
+from vit.explanation.capture.discovery import (
+    OnLayer,
+    OnTokens,
+    draw_noise,
+    hook_modules,
+    run_whole,
+)
+from vit.explanation.capture.reader import FEW_TOKENS, MANY_TOKENS, ModelReader
+from vit.explanation.capture.watch import AttentionLayer, find_tolerance
 from vit.model.logits import compute_logits
 from vit.runtime.tensors import Images
 
@@ -34,32 +39,37 @@ class _Stop(Exception):
 
 
 @torch.no_grad()
-def check_places(reader: ModelReader, image: OneImage, *, num_prefix: int, grid: Grid) -> None:
+def check_attention(reader: ModelReader, image: OneImage) -> None:
+    """Raise ValueError if the attention of a model, which may be read right, makes no map of it."""
+    num_tokens = reader.attention.num_tokens[0]
+    if num_tokens > MANY_TOKENS and reader.can_drop_tokens:
+        num_tokens = FEW_TOKENS
+    _check_patches(reader, image)
+    _check_bypass(reader, image, num_tokens)
+    _check_mixing(reader, image, num_tokens)
+
+
+def _check_patches(reader: ModelReader, image: OneImage) -> None:
     """Change some patches of the image, including the corners, each in a copy of it. Raise
     ValueError if another token than that of a changed patch changes; with overlapping patches on at
     least three rows or columns, a neighbour may change most."""
+    num_prefix, grid = reader.find_patches()
     rows, columns = grid
-    height, width = image.shape[2] // rows, image.shape[3] // columns
     generator = torch.Generator().manual_seed(0)
     inner = torch.randperm(rows * columns, generator=generator)[:_INNER_PATCHES].tolist()
     # corners find an image that is mirrored or turned within the model
-    places = list(itertools.product((0, rows - 1), (0, columns - 1)))
-    places += [divmod(patch, columns) for patch in inner]
+    changed = list(itertools.product((0, rows - 1), (0, columns - 1)))
+    changed += [divmod(patch, columns) for patch in inner]
     # noise is visible even if the model clips values
     noise = draw_noise(image[0].shape, image, generator)
     overlaps: list[bool] = []  # for each convolution
     is_wrong = False
 
-    def check_overlap(module: nn.Conv2d, args: tuple[Tensor, ...], patches: Tensor) -> None:
+    def on_convolution(module: nn.Conv2d, args: tuple[Tensor, ...], patches: Tensor) -> None:
         nonlocal is_wrong
-        reads_image = args[0].shape[1] == image.shape[1] and tuple(patches.shape[-2:]) == grid
-        for axis, (kernel, stride) in enumerate(
-            zip(module.kernel_size, module.stride, strict=True)
-        ):
-            overlaps.append(kernel > stride)
-            # without a border, the first patch is far from where a map shows it
-            border = module.padding[axis] if isinstance(module.padding, tuple) else 0
-            is_wrong |= reads_image and abs(kernel - stride - 2 * border) > stride
+        overlaps.append(any(map(gt, module.kernel_size, module.stride)))
+        if args[0].shape[1] == image.shape[1] and tuple(patches.shape[-2:]) == grid:
+            is_wrong |= not _is_centred(module)
 
     changes: list[Float[Tensor, " N"]] = []
 
@@ -68,31 +78,29 @@ def check_places(reader: ModelReader, image: OneImage, *, num_prefix: int, grid:
         changes.append((tokens[1] - tokens[0]).norm(dim=1).cpu())
         raise _Stop
 
-    with ExitStack() as stack:
-        for module in reader.model.modules():
-            if isinstance(module, nn.Conv2d):
-                stack.enter_context(module.register_forward_hook(check_overlap))
+    height, width = image.shape[2] // rows, image.shape[3] // columns
+    with hook_modules(reader.model, on_convolution, nn.Conv2d):
         # one pair at a time, because all pairs of large images would take much memory
-        for row, column in places:
+        for row, column in changed:
             top, left = row * height, column * width
             patch = (..., slice(top, top + height), slice(left, left + width))
-            pair = image.detach().repeat(2, 1, 1, 1)
+            pair = image.repeat(2, 1, 1, 1)
             pair[1][patch] += noise[patch]
             with suppress(_Stop), reader.change_tokens(record_and_stop):
                 compute_logits(reader.model, pair)
 
-    bound, far, reach = find_tolerance(image), 0, torch.zeros(2, 1)
+    bound, far, reach = find_tolerance(image), 0, torch.zeros(2)
     if any(overlaps):
         # a convolutional stem spreads a change to the neighbours, which may change more; of two
         # rows or columns each is the other's neighbour, which would tell nothing
         bound, far = _FAR_TOLERANCE, max(3, max(grid) // 2)
-        reach = torch.tensor([[side >= 3] for side in grid])
-    steps = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).T
-    for place, change in zip(places, changes, strict=True):
-        distance = (steps - torch.tensor(place)[:, None]).abs()  # [2, patches]
+        reach = torch.tensor([side >= 3 for side in grid])
+    patches = torch.cartesian_prod(torch.arange(rows), torch.arange(columns))  # [P, 2]
+    for one, change in zip(changed, changes, strict=True):
+        distance = (patches - torch.tensor(one)).abs()
         most = int(change.argmax()) - num_prefix
-        is_wrong |= most < 0 or bool((distance[:, most] > reach[:, 0]).any())
-        others = change[num_prefix:][distance.amax(dim=0) > far]
+        is_wrong |= most < 0 or bool((distance[most] > reach).any())
+        others = change[num_prefix:][distance.amax(dim=1) > far]
         is_wrong |= bool(change[:num_prefix].any() or (others > bound * change.amax()).any())
     if is_wrong:
         raise ValueError(
@@ -103,12 +111,19 @@ def check_places(reader: ModelReader, image: OneImage, *, num_prefix: int, grid:
         )
 
 
+def _is_centred(convolution: nn.Conv2d) -> bool:
+    """Return whether patches are about where a map shows them: larger ones need a border."""
+    borders = convolution.padding if isinstance(convolution.padding, tuple) else (0, 0)
+    sides = zip(convolution.kernel_size, convolution.stride, borders, strict=True)
+    return all(abs(kernel - stride - 2 * border) <= stride for kernel, stride, border in sides)
+
+
 def _follow(
     reader: ModelReader, images: Images, num_tokens: int, on_tokens: OnTokens, on_layer: OnLayer
 ) -> list[Float[Tensor, "B ..."]]:
     """Run copies of an image with the first `num_tokens` tokens, and measure what arrives at each
-    link, before it is changed, and the logits: the norm of each token of the first copy, and of its
-    changes in the others."""
+    link, and the logits: the norm of each token of the first copy, and of its changes in the
+    others."""
     arrived = []
 
     def measure(tensor: Tensor) -> None:
@@ -126,14 +141,13 @@ def _follow(
     return arrived
 
 
-@torch.no_grad()
-def check_mixing(reader: ModelReader, image: OneImage, num_tokens: int) -> None:
+def _check_mixing(reader: ModelReader, image: OneImage, num_tokens: int) -> None:
     """Let all tokens attend to the same half of them, another one in each layer, with equal weights,
     and change the tokens that enter each block. Half of the others attend to themselves, too.
 
-    If the other half changes, each of its tokens changes alone: nothing else mixes tokens, the
-    attention has the tokens' order, and each token keeps its own. If the half changes to which all
-    attend, all change: the attention is between tokens. Otherwise raise ValueError.
+    If the other half changes, each of its tokens must change alone: nothing else mixes tokens, and
+    the attention has their order. If the half changes to which all attend, all must change: the
+    attention is between tokens. Otherwise raise ValueError.
     """
     generator = torch.Generator().manual_seed(0)
     groups = [
@@ -158,7 +172,7 @@ def check_mixing(reader: ModelReader, image: OneImage, num_tokens: int) -> None:
         mean = layer.value[:, :, group < 2].mean(dim=2, keepdim=True)
         return torch.where((group == 2)[:, None], (mean + layer.value) / 2, mean)
 
-    seen = _follow(reader, image.detach().repeat(3, 1, 1, 1), num_tokens, change, attend)
+    seen = _follow(reader, image.repeat(3, 1, 1, 1), num_tokens, change, attend)
     for number, (group, arrived) in enumerate(zip(groups, seen[1:-1], strict=True), start=1):
         is_read = group < 2
         _, by_others, by_read = arrived
@@ -185,13 +199,12 @@ def check_mixing(reader: ModelReader, image: OneImage, num_tokens: int) -> None:
             )
 
 
-@torch.no_grad()
-def check_bypass(reader: ModelReader, image: OneImage, num_tokens: int) -> None:
+def _check_bypass(reader: ModelReader, image: OneImage, num_tokens: int) -> None:
     """Change the pixels and the tokens that enter each block, each in some copies of the image.
 
-    A block must read the tokens of the block before and nothing else: in copies that have the same
-    tokens there, the next tokens are the same, whatever pixels and earlier tokens they had. The
-    tokens that leave the last block in this way decide the logits. Otherwise raise ValueError.
+    Copies that have the same tokens before a block must have the same ones after it, whatever
+    pixels and earlier tokens they had. The tokens that leave the last block decide the logits in
+    this way. Otherwise raise ValueError.
     """
     num_layers = reader.attention.num_layers
     readers = [f"attention layer {number}" for number in range(1, num_layers + 1)]
@@ -204,7 +217,7 @@ def check_bypass(reader: ModelReader, image: OneImage, num_tokens: int) -> None:
     tolerance = find_tolerance(image)
     # a batch of all copies would take much memory
     for part in torch.split(marks, num_copies if num_tokens <= MANY_TOKENS else 1, dim=1):
-        arrived = _follow_copies(reader, image.detach(), num_tokens, part)
+        arrived = _follow_copies(reader, image, num_tokens, part)
         for name, is_marked, norms in zip(readers, part, arrived, strict=False):
             size, *changes = norms.reshape(len(norms), -1).norm(dim=1)
             scale = max(*changes, tolerance * size)
@@ -219,8 +232,7 @@ def check_bypass(reader: ModelReader, image: OneImage, num_tokens: int) -> None:
 def _follow_copies(
     reader: ModelReader, image: OneImage, num_tokens: int, marks: Tensor
 ) -> list[Float[Tensor, "B ..."]]:
-    """Follow an image and copies of it, with noise on the pixels and the tokens of each link in
-    those that are marked."""
+    """Follow an image and copies with noise on the pixels or the tokens of a link, if marked."""
     generator = torch.Generator().manual_seed(0)
 
     def add_noise(tensor: Tensor, is_changed: Tensor, scale: float | Tensor) -> Tensor:

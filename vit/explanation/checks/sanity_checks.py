@@ -1,11 +1,11 @@
 """The patch-removal test of a map: does the class lose more probability without the patches that
-the map ranks first? The map is compared with maps of the same values in other places.
+the map ranks first than without those of shifted copies of the map?
 
 The evidence is the loss of the class's probability without each tile of patches: single patches on
-small grids, larger tiles where a single patch changes next to nothing. The alternatives are copies
-of the map, moved around the edges and mirrored, which have its values and smoothness. Everything is
-compared once more after subtracting a quadratic in the position, so that a map of the middle isn't
-confirmed as one of the object.
+small grids, larger tiles where a single patch changes next to nothing. The copies are moved around
+the edges and mirrored, so they have the map's values and smoothness. Everything is compared once
+more after subtracting a quadratic in the position, so that a map of the middle isn't confirmed as
+one of the object.
 """
 
 import math
@@ -20,20 +20,20 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from vit.explanation.capture.discovery import Grid
 from vit.explanation.capture.forward import Forward
-from vit.explanation.capture.tokens import Grid
 from vit.explanation.checks.token_ablation import build_removal
 from vit.model.logits import at_least_float32
 
 # largest p-values
 MAX_P_CONFIRMED = 0.05
 MAX_P_PARTLY_CONFIRMED = 0.25
-MAX_ALTERNATIVES = 1000  # more take time
+MAX_COPIES = 1000  # more take time
 # largest number of patches that are left out one by one; of more, at most so many tiles
 MAX_SINGLE_PATCHES = 64
 MAX_TILES = 49
-# Where one patch of n decides, 1 in n alternatives agree as well as a perfect map: fewer than 20
-# can't show 5 %.
+# Where one patch of n decides, 1 in n copies agrees as well as a perfect map: fewer than 20 can't
+# show 5 %.
 MIN_TILES = 20
 
 
@@ -44,7 +44,7 @@ class SanityCheck:
     Attributes:
         verdict: "confirmed", "partly confirmed", "not confirmed" or "not tested".
         reason: The reason in words.
-        p_value: Fraction of the alternatives, including the map, that agree as well as the map.
+        p_value: Fraction of the copies, including the map itself, that agree as well as the map.
     """
 
     verdict: str
@@ -54,23 +54,21 @@ class SanityCheck:
 
 def measure_drops(forward: Forward, targets: Int[Tensor, "B T"]) -> Float[Tensor, "B _ m"]:
     """Measure the loss of the probability of each class without each tile, for the first B images
-    of a pass. The last column is for maps that don't depend on the class: of the predicted one, or
-    of a target that isn't about a class."""
+    of a pass. The last column is for maps that don't depend on the class: it is about the predicted
+    one, or a target that isn't a class."""
     images = forward.images.detach()[: len(targets)]
     predicted = targets[:, 0]
     if forward.target.classes is not None and forward.target.name is None:
         predicted = forward.logits[: len(targets)].argmax(dim=1)
     compute_kept = build_removal(forward.reader, images, grid=forward.grid)
-    places = torch.arange(len(images), device=images.device)
+    numbers = torch.arange(len(images), device=images.device)
     every_patch = torch.arange(math.prod(forward.grid), device=images.device)[None]
     # all images without the first tile, then without the next
-    logits = torch.cat(
-        [
-            compute_kept(places.repeat(len(kept)), kept.repeat_interleave(len(images), dim=0))
-            for kept in (every_patch, *list_kept(forward.grid, images.device))
-        ]
-    )
-    logits = at_least_float32(logits)
+    parts = [
+        compute_kept(numbers.repeat(len(kept)), kept.repeat_interleave(len(images), dim=0))
+        for kept in (every_patch, *list_kept(forward.grid, images.device))
+    ]
+    logits = at_least_float32(torch.cat(parts))
     repetitions = len(logits) // len(images)
     drops = []
     for column in (*targets.unbind(dim=1), predicted):
@@ -83,7 +81,7 @@ def measure_drops(forward: Forward, targets: Int[Tensor, "B T"]) -> Float[Tensor
 def check_map(
     patches: Float[np.ndarray, "rows columns"], drops: Float[Tensor, " m"]
 ) -> SanityCheck:
-    """Compare a map, and its alternatives, with the losses without each tile."""
+    """Compare a map, and its copies, with the losses without each tile."""
     rows, columns = patches.shape
     # double precision, because p-values count ties
     drops = drops.double()
@@ -92,8 +90,7 @@ def check_map(
     values = torch.from_numpy(patches).flatten().double()
     values = values - values.median()
     values = values.sign() * values.abs().sqrt()
-    alternatives, trend, shares = describe_grid((rows, columns))
-    # once more without the trend, so that a map of the middle isn't confirmed as one of an object
+    copies, trend, shares = describe_grid((rows, columns))
     tile_trend = shares @ trend
     without_trend = (
         values - trend @ (torch.linalg.pinv(trend) @ values),
@@ -102,12 +99,12 @@ def check_map(
     p_value = 0.0
     for moved, evidence in ((values, drops), without_trend):
         # Pearson's correlation; 0 if one of them is constant
-        means = moved[alternatives] @ shares.T
+        means = moved[copies] @ shares.T
         means = means - means.mean(dim=1, keepdim=True)
         evidence = evidence - evidence.mean()
         norms = means.norm(dim=1) * evidence.norm()
         agreement = torch.where(norms > 0, means @ evidence / norms.clamp_min(1e-30), 0.0)
-        # the map itself is the first one; rounding must not rank it behind equal ones
+        # the map itself comes first; rounding must not rank it behind equal ones
         as_good = agreement >= agreement[0] - 1e-6
         p_value = max(p_value, as_good.double().mean().item())
     # rounded down, because 94.9 % are less than the verdict's 95 %
@@ -123,8 +120,8 @@ def check_map(
 
 
 def count_confirmed(images: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return a line for each method that says how many of its tested maps are confirmed, from
-    images as the manifest has them."""
+    """Say for each method how many of its tested maps are confirmed, from images as the manifest
+    has them."""
     maps = [found for image in images for found in image["maps"] if found["sanity_check"]]
     verdicts = [(found["method"], found["sanity_check"]["verdict"]) for found in maps]
     tested = Counter(method for method, verdict in verdicts if verdict != "not tested")
@@ -138,8 +135,7 @@ def count_confirmed(images: Iterable[Mapping[str, Any]]) -> list[str]:
 # copied to the device once, because each copy waits for the device
 @lru_cache(maxsize=16)
 def list_kept(grid: Grid, device: torch.device) -> list[Int[Tensor, "size kept"]]:
-    """Return the patches outside of each tile, for tiles of one size after another, because a batch
-    needs rows of one length."""
+    """Return the patches outside of each tile, in a tensor for each size of tiles."""
     tiles = choose_tiles(grid)
     sizes = tiles.sum(dim=1)
     return [
@@ -152,40 +148,39 @@ def list_kept(grid: Grid, device: torch.device) -> list[Int[Tensor, "size kept"]
 def describe_grid(
     grid: Grid,
 ) -> tuple[Int[Tensor, "K P"], Float[Tensor, "P 6"], Float[Tensor, "m P"]]:
-    """Return the alternatives, 1, x, y, x², xy and y² of each patch, and the matrix to the mean of
-    each tile."""
+    """Return the copies of a map, 1, x, y, x², xy and y² of each patch, and the matrix to the mean
+    of each tile."""
     down, across = (torch.linspace(-1, 1, length, dtype=torch.float64) for length in grid)
     y, x = (values.flatten() for values in torch.meshgrid(down, across, indexing="ij"))
     trend = torch.stack([torch.ones_like(x), x, y, x * x, x * y, y * y], dim=1)
     tiles = choose_tiles(grid).double()
-    return list_alternatives(grid), trend, tiles / tiles.sum(dim=1, keepdim=True)
+    return list_copies(grid), trend, tiles / tiles.sum(dim=1, keepdim=True)
 
 
 def choose_tiles(grid: Grid) -> Bool[Tensor, "m P"]:
     """Return the patches of each tile: single patches, or the smallest tiles that are at most
     `MAX_TILES`, but at least `MIN_TILES`; smaller tiles first."""
-    tiles, limit = tile_patches(grid, 1), MAX_SINGLE_PATCHES
+    tiles, limit = _tile_patches(grid, 1), MAX_SINGLE_PATCHES
     for side in range(2, max(grid)):
-        larger = tile_patches(grid, side)
+        larger = _tile_patches(grid, side)
         if len(tiles) <= limit or len(larger) < MIN_TILES:
             break
         tiles, limit = larger, MAX_TILES
     return tiles[tiles.sum(dim=1).argsort(stable=True)]
 
 
-def tile_patches(grid: Grid, size: int) -> Bool[Tensor, "m P"]:
-    """Return the patches of each tile of about size × size patches. If a side is not a multiple of
-    `size`, tiles differ by one row or column."""
+def _tile_patches(grid: Grid, size: int) -> Bool[Tensor, "m P"]:
+    """Return the patches of each tile of size × size patches; some have one row or column less."""
     num_tiles = [math.ceil(side / size) for side in grid]
     down, across = (torch.arange(s) * n // s for s, n in zip(grid, num_tiles, strict=True))
     tile_of_patch = (down[:, None] * num_tiles[1] + across).flatten()
     return tile_of_patch == torch.arange(math.prod(num_tiles))[:, None]
 
 
-def list_alternatives(grid: Grid) -> Int[Tensor, "K P"]:
-    """Return the patch of the map that each place of an alternative shows: the map itself, then its
-    copies, mirrored (on square grids also transposed) and moved around the edges; at most
-    `MAX_ALTERNATIVES`, evenly chosen."""
+def list_copies(grid: Grid) -> Int[Tensor, "K P"]:
+    """Return the patch of the map that each patch of a copy shows: the map itself, then copies,
+    mirrored (on square grids also transposed) and moved around the edges; at most `MAX_COPIES`,
+    evenly chosen."""
     index = torch.arange(grid[0] * grid[1]).reshape(grid)
     mirrored = [index.flip(sides) for sides in ((), (0,), (1,), (0, 1))]
     if grid[0] == grid[1]:
@@ -198,5 +193,5 @@ def list_alternatives(grid: Grid) -> Int[Tensor, "K P"]:
     ]
     # all of them would take gigabytes on large grids; an odd step takes each of the 4 or 8
     # orientations equally often
-    chosen = copies[:: math.ceil(len(copies) / MAX_ALTERNATIVES) | 1]
+    chosen = copies[:: math.ceil(len(copies) / MAX_COPIES) | 1]
     return torch.stack([turned.roll(shift, (0, 1)).flatten() for turned, shift in chosen])

@@ -1,9 +1,8 @@
 """The probability of a class without some of the patches.
 
-A vision transformer takes any number of tokens, so a patch is removed by dropping its token after
-the position embedding. Painted images would look unlike the training images (Jain et al. 2022,
-"Missingness bias in model debugging"). Painting patches with the mean colour is for comparison and
-for models that need all of their tokens.
+A patch is removed by dropping its token after the position embedding. Painted images would look
+unlike the training images (Jain et al. 2022, "Missingness bias in model debugging"): painting with
+the mean colour is for comparison and for models that need all of their tokens.
 """
 
 from collections.abc import Callable
@@ -14,16 +13,15 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from vit.explanation.capture.discovery import Grid
 from vit.explanation.capture.reader import ModelReader, read_model
-from vit.explanation.capture.tokens import Grid
 from vit.model.logits import compute_logits
 from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.device import Precision, autocast
 from vit.runtime.tensors import Images, Tokens
 
-# drop tokens if the model allows it, otherwise paint; or always paint
 Fill = Literal["auto", "mean"]
-# from places among the B images, and the patches of each that are kept, to logits
+# from numbers of images, and the patches of each that are kept, to logits
 ComputeKept = Callable[[Int[Tensor, " R"], Int[Tensor, "R kept"]], Float[Tensor, "R C"]]
 
 
@@ -37,14 +35,14 @@ def build_removal(
     precision: Precision = "float32",
     batch_size: int = 64,
 ) -> ComputeKept:
-    """Build a function from places [R] among images, and the patches of each that are kept
-    [R, kept], to logits [R, C].
+    """Build a function from numbers [R] of images, and the patches of each that are kept [R, kept],
+    to logits [R, C].
 
     Args:
         model: A classifier whose capture is verified.
         images: Normalised images, on the model's device.
-        fill: "auto" drops the tokens of the other patches if the model allows it; "mean" paints
-            their pixels with the image's mean colour.
+        fill: "auto" drops the tokens of the other patches if the model allows it; otherwise, and
+            for "mean", their pixels get the image's mean colour.
         batch_size: Whole images at a time; with fewer tokens, more images in proportion.
     """
     reader = read_model(model, images)
@@ -77,16 +75,16 @@ def build_removal(
 
     @torch.no_grad()
     def compute_kept(
-        places: Int[Tensor, " R"], kept: Int[Tensor, "R kept"]
+        numbers: Int[Tensor, " R"], kept: Int[Tensor, "R kept"]
     ) -> Float[Tensor, "R C"]:
         rows_at_once = batch_size
         if image_tokens is not None:
             # as many tokens at a time as a batch of whole images has
             num_tokens = image_tokens.shape[1] - num_patches + kept.shape[1]
             rows_at_once = batch_size * image_tokens.shape[1] // num_tokens
-        parts = zip(torch.split(places, rows_at_once), torch.split(kept, rows_at_once), strict=True)
+        parts = (torch.split(tensor, rows_at_once) for tensor in (numbers, kept))
         with autocast(images.device, precision):
-            return torch.cat([compute_rows(*part) for part in parts])
+            return torch.cat(list(map(compute_rows, *parts)))
 
     return compute_kept
 

@@ -30,42 +30,34 @@ function sort() {
 }
 
 // show which patches the patch in this row and column attends to, or the map again
-function point(card, place) {
-  const flow = card.querySelector(".flow");
-  if (!flow) return;
-  card.place = place;
-  card.classList.toggle("pointed", Boolean(place));
-  const text = card.querySelector(".about");
-  text.textContent = place ? `what the patch in row ${place[0] + 1}, column ${place[1] + 1} attends to, through all layers` : "";
-  if (!place) return;
-  const [rows, columns] = flow.dataset.grid.split(" ").map(Number);
-  // the tile of this patch is one of rows × columns in the picture
-  const part = (index, count) => count > 1 ? `${100 * index / (count - 1)}%` : "0";
-  flow.style.backgroundPosition = `${part(place[1], columns)} ${part(place[0], rows)}`;
-  const mark = card.querySelector(".mark");
-  mark.style.left = `${100 * place[1] / columns}%`;
-  mark.style.top = `${100 * place[0] / rows}%`;
+function point(card, patch) {
+  card.patch = patch;
+  card.classList.toggle("pointed", Boolean(patch));
+  card.querySelector(".about").textContent = patch ? `what the patch in row ${patch[0] + 1}, column ${patch[1] + 1} attends to, through all layers` : "";
+  if (!patch) return;
+  const { style } = card.querySelector(".seen");
+  style.setProperty("--row", patch[0]);
+  style.setProperty("--column", patch[1]);
 }
 
 for (const card of cards) {
-  const seen = card.querySelector(".flow")?.parentElement;
-  if (!seen) continue;
-  const [rows, columns] = seen.querySelector(".flow").dataset.grid.split(" ").map(Number);
+  if (!card.querySelector(".flow")) continue;
+  const seen = card.querySelector(".seen");
+  const [rows, columns] = ["--rows", "--columns"].map(name => Number(seen.style.getPropertyValue(name)));
   const limit = (index, count) => Math.min(Math.max(index, 0), count - 1);
   seen.addEventListener("click", event => {
     const box = seen.getBoundingClientRect();
     const row = limit(Math.floor((event.clientY - box.top) / box.height * rows), rows);
     const column = limit(Math.floor((event.clientX - box.left) / box.width * columns), columns);
-    const isSame = card.place && card.place[0] === row && card.place[1] === column;
-    point(card, isSame ? null : [row, column]);
+    point(card, String(card.patch) === String([row, column]) ? null : [row, column]);
   });
   seen.addEventListener("keydown", event => {
     const steps = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] };
     if (event.key === "Escape") point(card, null);
     if (!(event.key in steps)) return;
     event.preventDefault();
-    const [row, column] = card.place || [Math.floor(rows / 2), Math.floor(columns / 2)];
-    const [down, right] = card.place ? steps[event.key] : [0, 0];
+    const [row, column] = card.patch || [Math.floor(rows / 2), Math.floor(columns / 2)];
+    const [down, right] = card.patch ? steps[event.key] : [0, 0];
     point(card, [limit(row + down, rows), limit(column + right, columns)]);
   });
 }

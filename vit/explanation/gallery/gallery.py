@@ -1,7 +1,7 @@
 """The gallery: one HTML file with photos, their maps, and what layers, heads and patches attend to.
 
-The browser draws it. A map is a picture of one pixel for each patch, stretched over the photo.
-Layers and heads, and the rows of the rollout, are tiles of one picture each.
+A map is a picture of one pixel for each patch, which the browser stretches over the photo. Layers
+and heads, and the rows of the rollout, are tiles of one picture each.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,9 +27,9 @@ _OPACITY = 220  # opacity of the strongest attention, of 255
 def write_gallery(
     path: Path, bundle: Bundle, cards: Sequence[Mapping[str, Any]], *, num_images: int
 ) -> None:
-    """Write the page of `cards`, see `describe_card`: those of the first of `num_images` images."""
-    maps = [described for card in cards for described in card["maps"]]
-    targets = [described["target"] for described in maps if described["target"]]
+    """Write the page of the first of `num_images` images, see `describe_card`."""
+    maps = [each for card in cards for each in card["maps"]]
+    targets = [each["target"] for each in maps if each["target"]]
     classes = {each["index"]: each["name"] for each in targets if each["index"] is not None}
     context = {
         "title": f"Attention maps of {name_model(bundle.name)}",

@@ -4,8 +4,7 @@ inputs and biases.
 
 Each rule replaces a nonlinear function by the affine one that has the same result on this input:
 
-- Attention weights and denominators are constants. With its deviation as a constant, a norm is
-  linear, also one that is written out.
+- Attention weights, denominators and the deviations of norms are constants.
 - An activation f(x) is f(0) + x · g with the constant g = (f(x) - f(0)) / x. f(0) is a bias. An
   activation with two bounds, such as the sigmoid, is a constant where it multiplies another signal.
 - A function of degree k, such as x^k or a product of k signals, gets 1/k of its gradient, because
@@ -24,10 +23,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-# a function with its keyword arguments
-Call = partial[Tensor]
-# calls a function with inputs so that its result gets another gradient
-Rule = Callable[..., Any]
+Call = partial[Tensor]  # a function with its keyword arguments
+Rule = Callable[..., Any]  # calls a function with inputs so that its result gets another gradient
 
 _GATE = "_libra_gate"  # attribute of the result of an activation with two bounds
 # names of inputs that may be passed by keyword, in their order
@@ -144,7 +141,7 @@ def _raise(call: Call, base: Any, exponent: Any) -> Tensor:
 
 
 def _normalise(call: Call, signal: Tensor, size: Any) -> Tensor:
-    """Normalise by a constant deviation: layer norm, RMS norm or group norm."""
+    """Normalise by a constant deviation."""
     result, options = call(signal, size), call.keywords
     weight, bias = options["weight"], options.get("bias")
     if isinstance(size, int):
@@ -177,11 +174,11 @@ def _normalise_length(call: Call, input: Tensor) -> Tensor:
 
 
 def _attend_projected(call: Call, *args: Any) -> tuple[Tensor, Any]:
-    """Compute `nn.MultiheadAttention` a second time for its gradient: other arguments in the first
+    """Compute `nn.MultiheadAttention` a second time for its gradient: constants in the first
     computation would change the rounding."""
     result, weights = call(*args)
     query, key, value, size, num_heads, weight, bias, *others = args
-    # the projections of queries and keys are constants, as the attention weights are
+    # queries and keys are constants, as the attention weights are
     if bias is not None:
         bias = torch.cat([bias[: 2 * size].detach(), bias[2 * size :]])
     projected = (query.detach(), key.detach(), value, size, num_heads, weight, bias)

@@ -11,8 +11,8 @@ from vit.explanation.methods.gradients import (
     compute_fullgrad_plus,
     compute_gae,
     compute_grad_cam,
+    compute_removal_map,
 )
-from vit.explanation.methods.removal import compute_removal_map
 from vit.explanation.methods.rollout import compute_rollout
 from vit.runtime.arguments import check_choice
 
@@ -105,7 +105,7 @@ for _method in (
 
 
 def list_methods(source: Source = "attention") -> list[str]:
-    """Return the names of the methods for models of which maps are read from this source."""
+    """Return the names of the methods for maps that are read from this source."""
     return [name for name, method in METHODS.items() if source in method.models]
 
 
@@ -116,9 +116,7 @@ def find_methods(
     model, or if none of them has one of the options."""
     if not names:
         raise ValueError("methods is empty; name at least one")
-    known = list(METHODS)
-    if reader is not None:
-        known = list_methods(reader.source)
+    known = list(METHODS) if reader is None else list_methods(reader.source)
     for name in names:
         if reader is not None and name in METHODS and name not in known:
             reason = f" ({reader.found.refusal})" if reader.found.refusal else ""

@@ -4,9 +4,8 @@ Abnar & Zuidema, "Quantifying Attention Flow in Transformers" (2020): every laye
 by Ã = ½·I + ½·A, where A is the layer's attention fused over its heads, and the whole encoder by
 the product Ã_L … Ã_1. Row i of that product has the share of every input token in output token i.
 
-Rows of Ã sum to one. After a maximum, a minimum or with discarded entries they are divided by their
-sums, after the identity is mixed in, as in the program vit-explain (Gildenblat 2020), which divides
-columns by the sums of the rows.
+Rows of Ã are divided by their sums: after a maximum, a minimum or with discarded entries they don't
+sum to one. The program vit-explain (Gildenblat 2020) divides columns by the sums of the rows.
 """
 
 from collections.abc import Sequence
@@ -49,7 +48,7 @@ def attention_rollout(
         The matrix [B, N, N].
 
     Raises:
-        ValueError: An option is outside its range.
+        ValueError: An option is outside its range, or there is no layer.
 
     Example:
         >>> with vit.capture_attention(model) as record: model(images)
@@ -57,6 +56,8 @@ def attention_rollout(
         >>> rollout[:, 0, 1:]  # patches in the class token, [B, patches]
         >>> rollout.mean(dim=1)  # in a mean-pooled model without one
     """
+    if not attentions:
+        raise ValueError("attentions is empty; give the attention of each layer")
     matrices = (_mix(attention, head_fusion, discard_ratio) for attention in reversed(attentions))
     return reduce(torch.matmul, matrices)
 
@@ -79,8 +80,7 @@ def compute_rollout(
             if head_fusion != "mean" or discard_ratio != 0:
                 row = row @ _mix(layer.attention(images), head_fusion, discard_ratio)
                 continue
-            # A plain mean can do without the whole matrix, which for 4,096 tokens takes 0.8 GB. A
-            # few query rows at a time stay in the processor's cache.
+            # A plain mean needs a few query rows at a time, which stay in the processor's cache.
             mixed = torch.zeros_like(row)
             for queries, attention in layer.attention_rows(images):
                 mixed += (row[:, None, :, queries] @ attention).sum(dim=1)

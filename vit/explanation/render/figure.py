@@ -1,5 +1,5 @@
-"""Pictures with text, drawn by matplotlib: a map as a figure for a paper, whose text can be edited,
-and the contact sheet of many maps."""
+"""Pictures with text, drawn by matplotlib: figures for papers, and the contact sheet of many
+maps."""
 
 import io
 import warnings
@@ -31,7 +31,7 @@ _SETTINGS: Any = {
     "axes.titlesize": _FONT_POINTS,
     "axes.titlelocation": "left",
     "text.parse_math": False,  # names may have dollar signs
-    # text stays text in the file; the salt makes its ids the same each time
+    # text can be edited; the salt makes the file's ids the same each time
     "svg.fonttype": "none",
     "pdf.fonttype": 42,
     "svg.hashsalt": "vit",

@@ -1,8 +1,7 @@
 """From a map on the patch grid to a picture: the photo with the map's colours over it.
 
-A map is drawn on the pixels that the model saw: `Preprocess.geometry` gives their box in the
-upright original. The photo is dark and grey outside of it. The opacity of the colours grows with
-the value, so that photo and map are visible together.
+A map is drawn on the pixels that the model saw; the photo is dark and grey outside of them. The
+opacity of the colours grows with the value, so that photo and map are visible together.
 """
 
 from functools import lru_cache
@@ -14,8 +13,8 @@ from PIL import Image
 from vit.data.preprocess import Geometry
 
 PatchMap = Float[np.ndarray, "rows columns"]
-# a map whose maximum is lower, in multiples of the average patch, is drawn flat: stretched to the
-# whole range of the colours, differences of a few percent would look like an object
+# a map whose maximum is lower, in multiples of the average patch, is drawn flat: otherwise
+# differences of a few percent would look like an object
 FLAT_BELOW = 1.2
 _FLAT_STRENGTH = 0.15
 # readable with any colour vision, and bright on dark photos; blue is negative, red positive
@@ -41,8 +40,8 @@ def shade(
     low, high = float(values.min()), float(values.max())
     if signed:
         strength = np.clip(np.abs(smooth) / (max(-low, high) or 1), 0, 1)
-        # from the middle of each half of the colours, but not to its end: paler colours would
-        # whiten the photo, darker ones hide it
+        # the middle of each half of the colours: paler ones would whiten the photo, darker ones
+        # hide it
         fractions = 0.5 + np.sign(smooth) * (0.25 + 0.15 * strength)
     else:
         strength = np.clip((smooth - low) / (high - low or 1), 0, 1)

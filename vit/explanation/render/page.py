@@ -1,5 +1,4 @@
-"""Self-contained pages: one HTML file that opens from disk with the network off, and the pictures
-in it."""
+"""Pages: one HTML file with its pictures, which opens from disk with the network off."""
 
 import base64
 import io
@@ -23,10 +22,7 @@ BADGES = {
 
 def render_page(template: Path, context: Mapping[str, object]) -> str:
     """Fill a template, which can extend and include the files of its own folder and of this one.
-
-    In HTML every value is escaped; data for scripts goes through Jinja's `tojson`, which escapes
-    `<` as well.
-    """
+    Every value is escaped; data for scripts goes through Jinja's `tojson`."""
     environment = Environment(
         loader=FileSystemLoader([template.parent, Path(__file__).parent]),
         autoescape=select_autoescape(("html.jinja",)),
