@@ -142,7 +142,7 @@ def write_predictions(
             # an id of a table stays as it is there
             path = prediction.path if header[0] != "path" else _format_cell(prediction.path)
             missing = [""] * (len(header) - 1)
-            values = missing if prediction.probabilities is None else prediction.probabilities
+            values: Any = missing if prediction.probabilities is None else prediction.probabilities
             table.writerow([path, *map(str, values)])
         elif kind == "csv":
             cells = prediction.to_dict()
