@@ -67,8 +67,8 @@ def load_pretrained(
     num_classes: int,
     class_names: Sequence[str] = (),
     drop_path_rate: float = 0.0,
-) -> tuple[VisionTransformer, Mapping[str, Any] | None]:
-    """Load a pretrained model for training, from any source of `load_timm`.
+) -> tuple[nn.Module, Mapping[str, Any] | None]:
+    """Load a pretrained model for training.
 
     Args:
         num_classes: Number of classes that the model is trained on.
@@ -76,20 +76,30 @@ def load_pretrained(
             it is new.
 
     Returns:
-        The model, and the values of the `Preprocess` that its weights were trained with, or None
-        if the file doesn't have them.
+        The model, which is one of this project if that computes the same, and otherwise timm's; and
+        the values of the `Preprocess` that its weights were trained with, or None if the file
+        doesn't have them.
     """
     opened = _open(source)
-    loaded, preprocess = _convert(opened.module), opened.preprocess
-    model = VisionTransformer(**loaded.architecture | {"drop_path_rate": drop_path_rate})
-    model.load_state_dict(loaded.state_dict())
-    if preprocess is not None:
-        model.set_input_size(tuple(preprocess["image_size"]))
+    preprocess = opened.preprocess
+    try:
+        loaded = _convert(opened.module)
+    except ValueError:
+        # timm takes seconds to import
+        from vit.model.timm_weights import prepare_timm
+
+        model: Any = prepare_timm(opened.module, drop_path_rate=drop_path_rate)
+    else:
+        model = VisionTransformer(**loaded.architecture | {"drop_path_rate": drop_path_rate})
+        model.load_state_dict(loaded.state_dict())
+        if preprocess is not None:
+            model.set_input_size(tuple(preprocess["image_size"]))
     known = opened.class_names or ()
     if not class_names or tuple(class_names) != known:
-        old = model.head.state_dict()
+        find_head = getattr(model, "get_classifier", lambda: model.head)
+        old = find_head().state_dict()
         model.reset_classifier(num_classes)
-        new = model.head.state_dict()
+        new = find_head().state_dict()
         kept = [name for name in class_names if name in known]
         for name in kept:
             for part, values in old.items():
@@ -142,8 +152,8 @@ def open_folder(source: str | Path) -> OpenedModel:
         return OpenedModel(module, preprocess=preprocess, is_multilabel=is_multilabel)
     if kind != "vit":
         raise ValueError(
-            f"{folder} holds a {kind}, not a ViT of Hugging Face; take timm:NAME, or pass its module"
-            " from Python"
+            f"{folder} holds a {kind}, not a ViT of Hugging Face; take timm's weights, such as"
+            " timm:vit_small_patch16_dinov3.lvd1689m, or pass its module from Python"
         )
     weights, architecture = read_huggingface(folder, config)
     ours = build_to_fit(architecture, weights, origin=str(folder))
@@ -184,7 +194,13 @@ def build(content: ModelFile, *, origin: str) -> nn.Module:
         architecture = metadata["architecture"]
         check_class_names(metadata["class_names"], architecture["num_classes"])
     else:
-        weights = remove_decoder(remove_prefix(weights, origin=origin), origin=origin)
+        weights = remove_prefix(weights, origin=origin)
+        # Registers have another name elsewhere.
+        if "storage_tokens" in weights:
+            from vit.model.timm_weights import build_dinov3
+
+            return build_dinov3(weights, origin=origin)
+        weights = remove_decoder(weights, origin=origin)
         architecture = infer_architecture(weights, origin=origin)
     return build_to_fit(architecture, weights, origin=origin)
 

@@ -86,7 +86,7 @@ def build_to_fit(
     """Build a model in evaluation mode around its weights, after a check on "meta" that they fit.
     So a damaged or malicious file can't allocate more memory than its own weights take. No random
     weights are drawn."""
-    held = (_count_blocks(weights), len(weights.get("blocks.0.norm1.weight", ())))
+    held = (count_blocks(weights), len(weights.get("blocks.0.norm1.weight", ())))
     try:
         # Loops and positions are as long as these, on "meta" too.
         described = (architecture["depth"], architecture["embed_dim"])
@@ -167,7 +167,7 @@ def infer_architecture(
         "in_chans": in_chans,
         "num_classes": len(weights.get("head.weight", ())),
         "embed_dim": embed_dim,
-        "depth": _count_blocks(weights),
+        "depth": count_blocks(weights),
         "num_heads": num_heads or _find_num_heads(embed_dim, origin),
         "mlp_ratio": hidden_dim / embed_dim,
         "qkv_bias": "blocks.0.attn.qkv.bias" in weights,
@@ -181,7 +181,7 @@ def infer_architecture(
     }
 
 
-def _count_blocks(weights: StateDict) -> int:
+def count_blocks(weights: StateDict) -> int:
     return len({name.split(".")[1] for name in weights if name.startswith("blocks.")})
 
 

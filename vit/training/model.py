@@ -1,6 +1,7 @@
 """Configuration → the model of a run: its weights random, loaded, or passed from Python."""
 
 from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -11,14 +12,18 @@ from vit.data.sources.python_objects import FROM_PYTHON
 from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.arguments import as_pair, first_line
 
+# Keys of the section `model` that are no architecture.
+_TRAINING_KEYS = {"init", "probe", "freeze", "drop_path_rate"}
+
 
 def build_model(
     config: Config, *, class_names: Sequence[str]
-) -> tuple[VisionTransformer, Preprocess | None]:
+) -> tuple[nn.Module, Preprocess | None]:
     """Build the model of a run on the CPU, with random weights by `train.seed` or those of
     `model.init`. Returns it and the preprocessing that loaded weights were trained with."""
     torch.manual_seed(config.train.seed)
     preprocess: Preprocess | None = None
+    model: nn.Module
     if config.model.init is not None:
         model, preprocess = _load_model(config, config.model.init, class_names)
     else:
@@ -30,7 +35,7 @@ def build_model(
 
 def _load_model(
     config: Config, init: str, class_names: Sequence[str]
-) -> tuple[VisionTransformer, Preprocess | None]:
+) -> tuple[nn.Module, Preprocess | None]:
     """Load weights, and give the model the image size of the configuration."""
     # timm takes seconds to import
     from vit.model.modules import load_pretrained
@@ -50,17 +55,30 @@ def _load_model(
     given = config.model.model_dump(exclude_unset=True)
     if "patch_size" in given:
         given["patch_size"] = as_pair(given["patch_size"], name="model.patch_size")
+    # timm's modules don't list theirs.
+    unknown = dict.fromkeys(given.keys() - _TRAINING_KEYS, "their own")
+    architecture = getattr(model, "architecture", unknown)
     for key, value in given.items():
-        held = model.architecture.get(key, value)
+        held = architecture.get(key, value)
         if value != held:
             raise ValueError(f"model.{key} {value}: the weights of --init have {held}")
-    if config.data.image_size is not None:
-        model.set_input_size(config.data.image_size)
+    # Some modules of timm take any size.
+    if config.data.image_size is not None and hasattr(model, "set_input_size"):
+        cast(Any, model).set_input_size(config.data.size)
     return model, Preprocess.from_dict(values) if values else None
 
 
-def set_up_training(config: Config, model: VisionTransformer) -> None:
+def set_up_training(config: Config, model: nn.Module) -> None:
     """Freeze what the configuration freezes. Raises ValueError for more blocks than there are."""
+    if not isinstance(model, VisionTransformer):
+        # timm takes seconds to import
+        from vit.model.timm_weights import freeze_timm
+
+        if config.model.freeze != "none":
+            freeze_timm(model, config.model.freeze)
+        if config.train.grad_checkpointing:
+            cast(Any, model).set_grad_checkpointing(True)
+        return
     model.num_frozen_blocks = 0
     if config.model.freeze != "none":
         model.freeze(config.model.freeze)
@@ -72,7 +90,9 @@ def check_user_model(config: Config, model: nn.Module, *, num_classes: int) -> N
     logits of the classes."""
     name = type(model).__name__
     if config.train.patch_drop_rates and not hasattr(model, "patch_drop_rate"):
-        raise ValueError(f"train.patch_drop_rates is for vit's own models, and {name} is not one")
+        raise ValueError(
+            f"train.patch_drop_rates is for vit's own models, and {name} is not one; set it to null"
+        )
     images = torch.zeros(2, 3, *config.data.size, device=next(model.parameters()).device)
     try:
         with torch.no_grad():

@@ -50,6 +50,8 @@ class TrainingPlan:
         image_sizes: Pairs (end, (height, width)), where `end` is a fraction of the run; empty for
             the data's own size.
         mix_until: Fraction of the run after which mixup and cutmix stop.
+        warmup_steps: Steps in which the learning rate rises.
+        longer_from: Step after which the run had ended before it was trained longer; 0: it wasn't.
     """
 
     settings: TrainConfig
@@ -59,6 +61,8 @@ class TrainingPlan:
     batch_size: int
     image_sizes: tuple[tuple[float, tuple[int, int]], ...] = ()
     mix_until: float = 1.0
+    warmup_steps: int = 0
+    longer_from: int = 0
 
     def find_end(self, fraction: float) -> int:
         """Return the step at which a fraction of the run has passed: the end of the epoch in which
@@ -70,7 +74,10 @@ class TrainingPlan:
         return round(fraction * self.total_steps)
 
     def find_phase(self, step: int) -> Phase:
-        """Return the phase of step number `step`, counted from 0."""
+        """Return the phase of step number `step`, counted from 0. All added steps of a run that is
+        trained longer are of the last phase."""
+        if self.longer_from:
+            step = self.total_steps - 1
         rates = self.settings.patch_drop_rates or ()
         mixing = [(self.mix_until, True)]
 
@@ -93,6 +100,8 @@ class Progress:
 
     Attributes:
         total_steps: Steps that fit into the time; None: those of the plan.
+        planned: Steps of the full plan, and its minutes or None.
+        longer_from: See `TrainingPlan`.
         best_step: Step of the best model; 0: there is no model yet, or that of before the first.
         best: Measures of the best model on the validation images, by name.
         epoch_sums: Sums over the current epoch, on the device: losses of the steps, right images.
@@ -102,6 +111,8 @@ class Progress:
     step_in_epoch: int = 0
     step: int = 0
     total_steps: int | None = None
+    planned: tuple[int, float | None] = (0, None)
+    longer_from: int = 0
     best_step: int = 0
     best: dict[str, float] = dataclasses.field(default_factory=dict)
     elapsed_seconds: float = 0.0

@@ -14,6 +14,8 @@ from vit.config import Config
 from vit.data.splits import DatasetSplits
 from vit.data.statistics import compute_class_weights
 from vit.data.workers import Transform
+from vit.model.logits import count_features
+from vit.model.model_info import find_image_size
 from vit.model.vision_transformer import VisionTransformer
 from vit.optim.optimizer import create_optimizer, schedule_factor
 from vit.runtime.device import choose_device, choose_precision, use_deterministic_algorithms
@@ -97,16 +99,21 @@ def build_run(
     else:
         model, pretrained = build_model(config, class_names=class_names)
         if config.data.image_size is None:
-            height, width = model.patch_embed.img_size
+            found = pretrained.image_size if pretrained is not None else find_image_size(model)
+            assert found is not None, "models of vit and timm have one"
+            height, width = found
             size = height if height == width else (height, width)
             config = config.with_data(image_size=size)
+        if not isinstance(model, VisionTransformer):
+            check_user_model(config, model, num_classes=num_classes)
     # The model moves first, because the optimizer creates its state on the device of the weights.
     model.to(device)
     data = build_data(
         config, splits, device=device, pretrained=pretrained, has_transform=transform is not None
     )
     probe = None
-    if uses_probe(config) and isinstance(model, VisionTransformer):
+    # The features of other modules from Python are unknown.
+    if uses_probe(config) and count_features(model):
         probe = fit_to_data(config, model, data, device=device)
         model = build_probed_model(config, model, probe.probe).to(device)
     data, tokens = keep_tokens(config, model, data, device=device, transform=transform)
@@ -174,6 +181,8 @@ def build_plan(
     patch_size = (1, 1)
     if isinstance(model, VisionTransformer):
         patch_size = model.patch_embed.patch_size
+    # A short run may end before a warm-up of whole epochs would.
+    warmup_steps = round(config.schedule.warmup_epochs * steps_per_epoch)
     return TrainingPlan(
         train,
         steps_per_epoch=steps_per_epoch,
@@ -181,6 +190,7 @@ def build_plan(
         batch_size=batch_size,
         image_sizes=resolve_image_sizes(train.image_sizes or (), config.data.size, patch_size),
         mix_until=config.augment.mix_until,
+        warmup_steps=min(warmup_steps, max(total_steps - 1, 0)),
     )
 
 
@@ -205,12 +215,10 @@ def build_train_step(
     optimizer = create_optimizer(
         model=model, muon_dtype=getattr(torch, precision), **config.optimizer.model_dump()
     )
-    # A short run may end before a warm-up of whole epochs would.
-    warmup_steps = round(config.schedule.warmup_epochs * plan.steps_per_epoch)
     lr_factor = partial(
         schedule_factor,
         name=config.schedule.name,
-        warmup_steps=min(warmup_steps, max(plan.total_steps - 1, 0)),
+        warmup_steps=plan.warmup_steps,
         total_steps=plan.total_steps,
     )
     # Several processes share the cores already, and compiled code keeps Python's lock. Other models

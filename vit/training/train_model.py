@@ -1,9 +1,11 @@
 """`vit.train`: a training run from its configuration, or images alone, to its end."""
 
+import copy
 import multiprocessing
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -21,12 +23,13 @@ from vit.runtime.console import echo
 from vit.runtime.files import expand_home, format_json, write_atomically
 from vit.runtime.processes import join_processes
 from vit.training.automatic import choose_config
+from vit.training.cross_validation import FOLDS_KEYS, cross_validate, divide_images
 from vit.training.data import build_dataset, build_train_loader
 from vit.training.losses import Loss
 from vit.training.model_answers import complete_model_file
 from vit.training.observers import Observer
 from vit.training.print_plan import print_plan
-from vit.training.probe import FOLDS_KEYS, check_folds, cross_validate
+from vit.training.probe import PROBE_KEYS
 from vit.training.recipe import ConfigLike, find_recipe, names_images
 from vit.training.result import TrainingResult
 from vit.training.run import Run, build_run
@@ -98,13 +101,16 @@ def train(
             "split".
         group_column: Column of a table that names the groups. None: the column
             "group".
-        folds: With `init`: cross-validate a linear probe on all images in this
-            number of folds. Each image is predicted by a probe that has seen
-            neither it nor its group; `vit evaluate` reports on the
-            predictions. None: images are held out.
+        folds: Train on all images, and once more without each of this number
+            of folds. Each image is predicted by a model that has seen neither
+            it nor its group; `vit evaluate` reports on the predictions. With
+            `init` the models are linear probes, unless `overrides` has
+            model.freeze. None: images are held out.
         resume: Continue the run in `output` from its last checkpoint, if there
             is one. Pass `transform`, `dataset`, `model`, `loss` and
-            `callbacks` again.
+            `callbacks` again. A run that has ended is trained longer with more
+            train.epochs, train.max_steps or `minutes` than it had: in the
+            added steps the learning rate falls again from its highest value.
         overwrite: Replace the run in `output`.
         dry_run: Write a picture of one batch, `first_batch.png`, and stop.
         show_plan: Print what the run will do, and what may go wrong.
@@ -174,6 +180,8 @@ def train(
         keys |= {"train.label_smoothing": 0, "train.class_balance": "none"}
     if folds is not None:
         keys |= FOLDS_KEYS
+        if init is not None:
+            keys |= PROBE_KEYS
     all_overrides = {key: value for key, value in keys.items() if value is not None}
     if init == RANDOM:
         all_overrides["model.init"] = None
@@ -201,32 +209,30 @@ def train(
             resolved, reasons, splits = choose_config(config, all_overrides)
         resolved = process.broadcast(resolved)
         assert resolved is not None
-        if folds is not None:
-            check_folds(resolved)
         if dataset is not None:
             splits = build_dataset(resolved, user_dataset=dataset, class_names=class_names)
-        run = build_run(
-            resolved,
-            directory=directory,
-            device_name=device_name,
-            splits=splits,
-            transform=transform,
-            user_model=model,
-            loss=loss,
-        )
+        # The runs of folds begin with the same weights.
+        initial_model = copy.deepcopy(model) if folds is not None else None
+        build = partial(build_run, device_name=device_name, transform=transform, loss=loss)
+        run = build(resolved, directory=directory, splits=splits, user_model=model)
         trainer = run.trainer
+        divided = None
+        if folds is not None:
+            divided = divide_images(run, folds)
+            reasons["folds"] = f"{divided[1].max() + 1}, each left out of a run like this one"
         if is_chosen:
             # The minutes are for the choice, the images and the probe, too.
             trainer.seconds_before = time.perf_counter() - started_at
         if process.is_main:
             trainer.observers += callbacks
         is_resumed = resume and trainer.resume()
+        saved = yaml.safe_dump(values_to_save(run.data.config), sort_keys=False)
         if process.is_main and not is_resumed and not dry_run:
             clear_run_directory(directory, overwrite=overwrite)
-            saved = yaml.safe_dump(values_to_save(run.data.config), sort_keys=False)
-            write_atomically(directory / CONFIG_FILE, saved)
             if run.probe is not None and run.probe.curve is not None:
                 write_atomically(directory / CURVE_FILE, format_json(run.probe.curve))
+        if process.is_main and not dry_run and (not is_resumed or trainer.is_longer):
+            write_atomically(directory / CONFIG_FILE, saved)
         if show_plan and process.is_main:
             print_plan(run, reasons, resumed=is_resumed)
         if dry_run:
@@ -236,13 +242,11 @@ def train(
 
         progress = trainer.train()
         complete_model_file(run, directory)
-        if folds is not None and process.is_main:
-            assert run.probe is not None, "check_folds wants one"
-            balanced = run.data.class_balance == "weights"
+        if divided is not None:
             sentence = cross_validate(
-                run.probe, num_folds=folds, balanced=balanced, directory=directory
+                run, *divided, build, module=initial_model, directory=directory, resume=resume
             )
-            if show_plan:
+            if show_plan and process.is_main:
                 echo(sentence, err=True)
 
     return TrainingResult(

@@ -106,6 +106,8 @@ class TrainStep:
         self.num_steps = 0  # done so far
         # steps of the full schedule for each step of this run; more than 1 if it was shortened
         self.pace = 1.0
+        # a step and its place in the schedule, from which the places of the next ones are counted
+        self.schedule_start = (0, 0)
 
         # Numbers that change from step to step are on the device, where a CUDA graph reads them.
         # torch's fused optimizers take a rate as float32 on a GPU, as float64 on a CPU.
@@ -130,7 +132,11 @@ class TrainStep:
     def learning_rate(self) -> float:
         """Learning rate that the first parameter group uses in the next step."""
         full_rate: float = self.optimizer.param_groups[0]["initial_lr"]
-        return full_rate * self.lr_factor(self.num_steps * self.pace)
+        return full_rate * self._find_lr_factor()
+
+    def _find_lr_factor(self) -> float:
+        step, place = self.schedule_start
+        return self.lr_factor(place + (self.num_steps - step) * self.pace)
 
     def __call__(self, images: Float[Tensor, "B 3 H W"], targets: Tensor) -> StepResult:
         """Update the weights by the batch of this process. See `StepLoss` for the targets."""
@@ -144,7 +150,7 @@ class TrainStep:
         """Copy learning rates and the average's weight, which change from step to step, to the
         device. The average's decay rises from 0.1 to `ema_decay` as (2 + step) / (11 + step), so
         that the first weights are soon forgotten."""
-        lr_factor = self.lr_factor(self.num_steps * self.pace)
+        lr_factor = self._find_lr_factor()
         for group in self.optimizer.param_groups:
             group["lr"].fill_(group["initial_lr"] * lr_factor)
         rising_decay = (2 + self.num_steps) / (11 + self.num_steps)

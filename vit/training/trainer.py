@@ -30,7 +30,7 @@ from vit.runtime.processes import current_process
 from vit.training.background_writer import BackgroundWriter
 from vit.training.checkpoint import CheckpointStore
 from vit.training.data import TrainingData
-from vit.training.identity import check_same_run, compute_run_id
+from vit.training.identity import LENGTHS, check_same_run, compute_run_id
 from vit.training.metrics_file import METRICS_FILE, append_metrics
 from vit.training.model_writer import write_bundle
 from vit.training.observers import LOG_EVERY_STEPS, Observer
@@ -67,7 +67,10 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.process = current_process()
-        self.progress = Progress()
+        self._planned = (self.plan.total_steps, self.plan.settings.max_minutes)
+        self.progress = Progress(planned=self._planned)
+        # True for a run that had ended, and is trained longer from now on
+        self.is_longer = False
         self.writer = BackgroundWriter()
         self._checkpoints = CheckpointStore(self.directory / CHECKPOINTS)
         self._write_model = partial(
@@ -233,13 +236,18 @@ class Trainer:
                     f" {max_minutes:.2g} minutes",
                 )
             self._set_length(total_steps)
+            self.progress.total_steps = total_steps
             self._save()
 
     def _set_length(self, total_steps: int) -> None:
-        """End after this number of steps. The learning rate falls faster accordingly."""
-        self.plan = dataclasses.replace(self._full_plan, total_steps=total_steps)
-        self.train_step.pace = self._full_plan.total_steps / total_steps
-        self.progress.total_steps = total_steps
+        """End after this number of steps. The learning rate falls faster accordingly. The added
+        steps of a run that is trained longer pass through the schedule, without its warm-up, once
+        more."""
+        first = self.progress.longer_from
+        self.plan = dataclasses.replace(self._full_plan, total_steps=total_steps, longer_from=first)
+        place = self._full_plan.warmup_steps if first else 0
+        self.train_step.schedule_start = (first, place)
+        self.train_step.pace = (self._full_plan.total_steps - place) / (total_steps - first)
 
     def _finish_epoch(self) -> None:
         """Evaluate, keep the best model, notify the observers, save."""
@@ -313,11 +321,18 @@ class Trainer:
         if values is None:
             return False
         origin = f"the checkpoint of step {values['progress']['step']}"
-        check_same_run(self.identity, values["identity"], origin=origin)
         self.progress = Progress(**values["progress"])
+        recorded = values["identity"]
+        self.is_longer = self._wants_longer()
+        if self.is_longer:
+            recorded = recorded | {name: self.identity[name] for name in LENGTHS}
+            self.progress.longer_from = self.progress.step
+            self.progress.total_steps = None
+        check_same_run(self.identity, recorded, origin=origin)
         self._saved_step = self.progress.step
-        if self.progress.total_steps is not None:
-            self._set_length(self.progress.total_steps)
+        if self.progress.total_steps is not None or self.progress.longer_from:
+            self._set_length(self.progress.total_steps or self._full_plan.total_steps)
+        self.progress.planned = self._planned
         self.train_step.load_state_dict(values["state"])
 
         if self.process.is_main and self.progress.has_model:
@@ -328,6 +343,26 @@ class Trainer:
                 self._write_model(model, self.progress.best_step)
                 # An error before the first step must not leave a thread that writes.
                 self.writer.wait()
+        return True
+
+    def _wants_longer(self) -> bool:
+        """Return whether the run of a checkpoint had ended, and now has more steps or minutes.
+        Raises ValueError if its minutes are over."""
+        progress = self.progress
+        steps, minutes = progress.planned
+        new_steps, new_minutes = self._planned
+        has_ended = progress.step >= (progress.total_steps or steps) and not progress.step_in_epoch
+        has_more_time = minutes is not None and (new_minutes is None or new_minutes > minutes)
+        has_more = has_more_time or new_steps > steps > 0
+        if not (has_ended and has_more) or new_steps <= progress.step:
+            return False
+        if new_minutes is not None and not has_more_time:
+            was_shortened = progress.total_steps is not None
+            if was_shortened or progress.elapsed_seconds > 60 * new_minutes:
+                raise ValueError(
+                    f"the run has used its {new_minutes:g} minutes; to train it longer, give more"
+                    " --minutes or train.max_minutes=null"
+                )
         return True
 
     def _report(self, result: StepResult) -> None:
