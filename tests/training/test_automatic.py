@@ -177,6 +177,9 @@ def test_photos_start_from_weights_that_were_downloaded(
     assert config.model.init == "timm:vit_small_patch14_dinov2.lvd142m"
     assert config.data.image_size == 224
     assert "Apache-2.0, 88 MB; --init none trains from scratch" in choices["weights"]
+    # as --folds sets them
+    all_images = ["data.validation_fraction=0", "data.test_fraction=0"]
+    assert choose_config(photos, all_images)[0].model.freeze == "backbone"
     # what the user asks for, or the images are, isn't changed
     for overrides in (RANDOM, ["model.depth=3"], ["data.image_size=64"]):
         assert choose_config(photos, overrides)[0].model.init is None

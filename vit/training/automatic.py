@@ -19,6 +19,7 @@ from vit.runtime.device import choose_device
 from vit.training.data import build_dataset
 from vit.training.default_weights import choose_weights
 from vit.training.image_size import choose_image_size, describe_loss
+from vit.training.probe import PROBE_KEYS
 from vit.training.recipe import find_recipe
 
 # key.path → value
@@ -87,6 +88,9 @@ def choose_config(
     if not asks_for_model and side > _MAX_SMALL_SIDE and num_images <= _MAX_PHOTOS:
         weights, reasons["weights"] = choose_weights(given.get("data.image_size"))
         chosen |= weights
+        # --folds takes linear probes of weights.
+        if weights and first.data.validation_fraction == first.data.test_fraction == 0:
+            chosen |= PROBE_KEYS
     has_weights = bool((chosen | given).get("model.init"))
     name, largest, reason = _choose_recipe(
         has_weights=has_weights,
@@ -101,8 +105,9 @@ def choose_config(
         num_validation = 0
         if first.data.validation_fraction > 0:
             num_validation = len(splits.split("validation"))
-        chosen = _fit_weights(recipe, given, num_images, num_validation) | chosen
-        if "model.freeze" in chosen:
+        fitted = _fit_weights(recipe, given, num_images, num_validation)
+        chosen = fitted | chosen
+        if "model.freeze" in fitted:
             reasons["length"] = (
                 f"linear probe only; {num_validation} validation images can't tell whether"
                 " fine-tuning it would help (--folds 5 fits it on all images)"

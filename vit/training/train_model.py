@@ -103,9 +103,9 @@ def train(
             "group".
         folds: Train on all images, and once more without each of this number
             of folds. Each image is predicted by a model that has seen neither
-            it nor its group; `vit evaluate` reports on the predictions. With
-            `init` the models are linear probes, unless `overrides` has
-            model.freeze. None: images are held out.
+            it nor its group; `vit evaluate` reports on the predictions. From
+            pretrained weights the models are linear probes, unless `overrides`
+            has model.freeze. None: images are held out.
         resume: Continue the run in `output` from its last checkpoint, if there
             is one. Pass `transform`, `dataset`, `model`, `loss` and
             `callbacks` again. A run that has ended is trained longer with more
@@ -180,7 +180,7 @@ def train(
         keys |= {"train.label_smoothing": 0, "train.class_balance": "none"}
     if folds is not None:
         keys |= FOLDS_KEYS
-        if init is not None:
+        if init not in (None, RANDOM):
             keys |= PROBE_KEYS
     all_overrides = {key: value for key, value in keys.items() if value is not None}
     if init == RANDOM:
