@@ -88,15 +88,12 @@ def make_report(imagenette: Path, folder: Path) -> None:
     vit.evaluate("imagenette", data=folder / "test").save(folder / "report")
     # the error that the fewest patches explain: without them the answer is another
     script = """
-        const count = why => Number(/without (\\d+) patch/.exec(why.textContent)?.[1] || 99);
-        const all = [...document.querySelectorAll(".contrast .why")];
-        const why = all.reduce((best, other) => count(other) < count(best) ? other : best);
-        const contrast = why.closest(".contrast");
-        for (const other of contrast.querySelectorAll(".why"))
-            if (other !== why) other.remove();
-        contrast.open = true;
-        contrast.style.padding = "16px";
-        return contrast;
+        const count = error => Number(/without (\\d+) patch/.exec(error.textContent)?.[1] || 99);
+        const all = [...document.querySelectorAll(".error")];
+        const error = all.reduce((best, other) => count(other) < count(best) ? other : best);
+        error.closest("details").open = true;
+        error.style.padding = "16px";
+        return error;
     """
     save(photograph(folder / "report" / "report.html", script, width=640), "report")
 
