@@ -17,7 +17,6 @@ from tests.conftest import Launcher, SaveModel
 from tests.recipe_step import RECIPE_NAMES
 from vit.bundle import load_bundle
 from vit.config import load_config
-from vit.runtime import hub
 from vit.training import default_weights
 from vit.training.automatic import choose_config
 from vit.training.recipe import find_recipe
@@ -191,10 +190,11 @@ def test_without_a_network_photos_are_trained_from_scratch_and_it_is_said(
     config, choices, _ = choose_config(photos)
     assert "http://127.0.0.1:9 does not answer" in choices["weights"]
     assert config.model.init is None
-    monkeypatch.setattr(hub, "_is_reachable", lambda: True)
-    monkeypatch.setattr(hub, "_DOWNLOAD", "import time; time.sleep(60)")
-    with pytest.raises(OSError, match="took over 0 s; hf download timm/x finishes it"):
-        hub.download_weights("timm/x", seconds=0.1)
+    monkeypatch.setattr(default_weights, "is_reachable", lambda: True)
+    monkeypatch.setattr(default_weights, "_DOWNLOAD", "import time; time.sleep(60)")
+    monkeypatch.setattr(default_weights, "_SECONDS", 0.1)
+    _, choices, _ = choose_config(photos)
+    assert "took over 0.1 s; hf download timm/vit_small_patch14" in choices["weights"]
     # what the run began with, it goes on with
     run = ["train", photos, "-o", tmp_path / "run", "train.device=cpu"]
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)

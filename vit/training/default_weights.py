@@ -1,9 +1,11 @@
 """The weights that photos start from where the user names none."""
 
+import subprocess
+import sys
 from typing import Any
 
-from vit.runtime.arguments import as_pair
-from vit.runtime.hub import download_weights, has_weights
+from vit.runtime.arguments import as_pair, shorten
+from vit.runtime.hub import WAIT, WEIGHTS, has_weights, is_reachable
 from vit.runtime.progress import show_progress
 
 # The best small vision transformer with a permissive licence: ViT-S/14 of DINOv2 (Oquab et al.
@@ -13,7 +15,10 @@ _FACTS = "Apache-2.0, 88 MB"
 _PATCH_SIZE = 14
 # At its own size, 518 px, an image takes eight times as long.
 _IMAGE_SIZE = 224
-_SECONDS = 60
+# Time for the download.
+_SECONDS: float = 60
+# A process of its own ends when its time is over, whatever the library waits for.
+_DOWNLOAD = "import sys, huggingface_hub as hub; hub.hf_hub_download(*sys.argv[1:])"
 _FROM_SCRATCH = "; --init none trains from scratch"
 
 
@@ -28,8 +33,28 @@ def choose_weights(image_size: Any) -> tuple[dict[str, Any], str]:
     try:
         if not has_weights(repository):
             with show_progress(f"downloading {repository}, {_FACTS}"):
-                download_weights(repository, seconds=_SECONDS)
+                _download(repository)
     except OSError as error:
         return {}, f"random: timm:{_NAME} can't be downloaded ({error})"
     keys: dict[str, Any] = {"model.init": f"timm:{_NAME}", "data.image_size": _IMAGE_SIZE}
     return keys, f"timm:{_NAME}, {_FACTS}{_FROM_SCRATCH}"
+
+
+def _download(repository: str) -> None:
+    """Download the weights of a repository of the hub. Raises OSError, whose sentence says why, if
+    that isn't done in time."""
+    from huggingface_hub import constants  # takes a second to import
+
+    if constants.HF_HUB_OFFLINE:
+        raise OSError("HF_HUB_OFFLINE is set")
+    if not is_reachable():
+        raise OSError(f"{constants.ENDPOINT} does not answer within {WAIT} s")
+    command = [sys.executable, "-c", _DOWNLOAD, repository, WEIGHTS]
+    try:
+        subprocess.run(command, timeout=_SECONDS, check=True, capture_output=True, text=True)
+    except subprocess.TimeoutExpired:
+        raise OSError(
+            f"the download took over {_SECONDS} s; hf download {repository} finishes it"
+        ) from None
+    except subprocess.CalledProcessError as error:
+        raise OSError(shorten(error.stderr.strip().rpartition("\n")[2])) from error
