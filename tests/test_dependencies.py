@@ -20,7 +20,6 @@ EXTRAS = {
     "data/depth.py": ["dicom"],
     "data/images.py": ["heic"],
     "data/sources/huggingface.py": ["datasets"],
-    "data/sources/shards.py": ["remote"],
     "deploy/many_machines.py": ["ray"],
     "deploy/export": ["export"],
     "deploy/serve": ["serve"],

@@ -52,7 +52,7 @@ NOT_EXECUTED = {
     "timm:|hf:|fashion_mnist|cifar10|imagenette/cpu|IMAGENET|CIFAR10": (
         "the images or weights have to be downloaded"
     ),
-    "s3:|https:": "tests/data/sources/test_shards.py reads such addresses",
+    "s3:": "tests/deploy/test_many_machines.py predicts on Ray",
     "^serve": "it serves until Ctrl-C",
     "^faithfulness": "it takes minutes; the tests of the command are quicker",
 }

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo
 from pydantic.functional_validators import field_validator, model_validator
 
-from vit.runtime.arguments import Precision, as_pair, hide_tokens, shorten
+from vit.runtime.arguments import Precision, as_pair, shorten
 from vit.runtime.documents import read_yaml
 from vit.runtime.files import expand_home
 
@@ -36,7 +36,7 @@ def _check_rising(values: Any) -> Any:
 
 
 def _make_absolute(place: str) -> str:
-    """Make a path absolute. Addresses and patterns stay as they are written."""
+    """Make a path absolute. Names on the Hub and patterns stay as they are written."""
     path = expand_home(place).absolute()
     if not os.path.exists(path) and re.search(r"[*?\[{:]|\.tar", place):
         return place
@@ -69,7 +69,7 @@ class DataConfig(_Section):
     """Source of the images, their splits and their size."""
 
     name: str = "digits"
-    # folder of the images; shard pattern or address of a webdataset
+    # folder of the images; shard pattern of a webdataset
     root: Place | None = None
     # see --label-by of vit train, and so on
     label_by: str | None = None
@@ -299,13 +299,11 @@ def _parse_override(override: str) -> tuple[str, Any]:
 
 
 def values_to_save(config: Config) -> dict[str, Any]:
-    """Return the configuration as plain values, without the tokens of addresses."""
+    """Return the configuration as plain values."""
     values = config.model_dump(mode="json")
     # Keys that are not given come from the weights.
     if config.model.init is not None:
         values["model"] = config.model.model_dump(mode="json", exclude_unset=True)
-    if config.data.root is not None:
-        values["data"]["root"] = hide_tokens(config.data.root)
     return values
 
 

@@ -215,8 +215,8 @@ def test_other_images_are_labelled_as_those_of_the_training_were(make_folder: Ma
 @pytest.mark.parametrize(
     ("config", "text"),
     [
-        ({"name": "webdataset", "root": "http://127.0.0.1:1/{0..9}.tar"}, "not opened unasked"),
-        ({"name": "huggingface", "root": "hf:owner/name"}, "not opened unasked"),
+        ({"name": "webdataset", "root": "http://127.0.0.1:1/{0..9}.tar"}, "No such file"),
+        ({"name": "huggingface", "root": "hf:owner/name"}, "not downloaded unasked"),
         ({"name": "cifar10"}, "cifar10 is not on this machine.*--data cifar10"),
         ({"name": "imagenette"}, "imagenette is not on this machine"),
     ],

@@ -119,8 +119,9 @@ def check_images(models: Sequence[str], paths: Sequence[str]) -> None:
         raise ValueError(f"{models[-1]} is a model; name images after it")
     if len(paths) == 1 and os.path.isdir(paths[0]):
         next(list_images(paths[0]), None)
-    known = (path for path in paths if path == "-" or "://" in path or os.path.lexists(path))
-    if all(map(explain_file, known)):
+    # Ray reads addresses
+    known = (path for path in paths if path == "-" or os.path.lexists(path))
+    if "://" not in "".join(paths) and all(map(explain_file, known)):
         first = paths[0]
         raise ValueError(explain_file(first) or f"{first} does not exist{suggest(first)}")
 

@@ -10,10 +10,9 @@ from vit.data.sources import folders, huggingface, shards
 from vit.data.sources.base import Listing, Root
 from vit.data.sources.named import NAMED, find_named, find_own_name
 from vit.data.sources.python_objects import FROM_PYTHON, find_python_objects
-from vit.data.sources.shards import is_remote
 from vit.data.sources.tables import find_table
 from vit.data.splits import DatasetSplits, number_listing
-from vit.runtime.arguments import HIDDEN, check_choice, hide_tokens
+from vit.runtime.arguments import check_choice
 from vit.runtime.files import expand_home
 from vit.runtime.places import explain_file, suggest
 
@@ -78,8 +77,7 @@ def name_data(name: str, root: Root) -> str:
     """Return the name of a data set for readers: for own images that of their folder or file."""
     if not root or name not in PLACES:
         return name
-    # an address is shown without its parameters
-    return expand_home(hide_tokens(str(root)).partition("?")[0]).absolute().name
+    return expand_home(root).absolute().name
 
 
 def open_passed(
@@ -131,14 +129,11 @@ def open_for_model(
                     " leave it out for the images of the training"
                 )
         place = root or recorded.get("root")
-        # an address is saved without its token
-        if data is not None and HIDDEN in str(place):
-            place = data
         is_asked_for = root is not None or (data is not None and str(data) not in NAMED)
-        if not is_asked_for and (is_remote(place) or str(place).startswith("hf:")):
+        if not is_asked_for and str(place).startswith("hf:"):
             raise ValueError(
-                f"this model was trained on {place}, and the address in a model file is not opened"
-                f" unasked; name it: --data {place}, or IMAGES of vit explain"
+                f"this model was trained on {place}, and a name in a model file is not downloaded"
+                f" unasked; add --data {place}"
             )
         known = {each.name: recorded[each.name] for each in fields(rule) if each.name in recorded}
         splits = open_dataset(
@@ -176,4 +171,4 @@ def _is_same(data: str, recorded: Mapping[str, Any]) -> bool:
     name = find_own_name(data)
     if name in NAMED or root is None:
         return name == find_own_name(str(recorded.get("name", "")))
-    return expand_home(hide_tokens(data)).resolve() == expand_home(root).resolve()
+    return expand_home(data).resolve() == expand_home(root).resolve()

@@ -15,7 +15,6 @@ from vit.bundle import Bundle
 from vit.data.dataset import ImageDataset
 from vit.data.images import ImageInputs, list_images, read_image
 from vit.data.open import open_for_model
-from vit.data.sources.shards import is_remote
 from vit.runtime.files import clean_name
 
 # number of images of a model's test split that are explained
@@ -35,18 +34,13 @@ class ImageItem(NamedTuple):
 def find_items(
     bundle: Bundle, images: ImageInputs | None, num_images: int | None
 ) -> list[ImageItem]:
-    """Find the images to explain. None: `num_images`, by default 16, of the model's test split, or
-    of shards at an address. Raise ValueError for `num_images` with other images."""
-    recorded = bundle.recorded_images
-    if images is None:
-        splits = bundle.passed_images or open_for_model(None, recorded=recorded)
-    else:
-        named = list(list_images(images))
-        if len(named) != 1 or not is_remote(named[0]):
-            if num_images is not None:
-                raise ValueError("num_images has no effect on images that are named; leave it out")
-            return items_from_images(named)
-        splits = open_for_model(str(named[0]), recorded=recorded)
+    """Find the images to explain. None: `num_images`, by default 16, of the model's test split.
+    Raise ValueError for `num_images` with other images."""
+    if images is not None:
+        if num_images is not None:
+            raise ValueError("num_images has no effect on images that are named; leave it out")
+        return items_from_images(list(list_images(images)))
+    splits = bundle.passed_images or open_for_model(None, recorded=bundle.recorded_images)
     return items_from_dataset(splits.split(), num_images=num_images or _NUM_IMAGES)
 
 

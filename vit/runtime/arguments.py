@@ -9,7 +9,6 @@ Precision = Literal["float32", "bfloat16", "float16"]
 # Pixels of both sides, or (height, width).
 Size = int | Sequence[int]
 MAX_SIDE = 2**14
-HIDDEN = "***"
 # Parts of the names of address parameters whose values are secret.
 _SECRET = "token|sig|key|secret|passw|auth|credential|policy"
 
@@ -31,10 +30,10 @@ def first_line(error: BaseException) -> str:
 def hide_tokens(text: str) -> str:
     """Return text with "***" for user:password@ before the host of an address, and for the values
     of parameters such as token, signature, X-Amz-Credential or sig."""
-    text = re.sub(r"(\w://)[^/\s@'\"]*@", rf"\1{HIDDEN}@", text)
+    text = re.sub(r"(\w://)[^/\s@'\"]*@", r"\1***@", text)
     # names of parameters are short; without a bound, the time grows with the square of the text
     name = rf"[\w.-]{{0,99}}(?:{_SECRET})[\w.-]{{0,99}}"
-    return re.sub(rf"(?i)([?&;]{name}=)[^&;\s'\"<>)]+", rf"\1{HIDDEN}", text)
+    return re.sub(rf"(?i)([?&;]{name}=)[^&;\s'\"<>)]+", r"\1***", text)
 
 
 def replace_control_characters(text: str, *, keep_bytes: bool = False) -> str:

@@ -33,8 +33,10 @@ def suggest(path: str | Path, known: Iterable[str] = ()) -> str:
 
 
 def explain_file(path: str | Path) -> str:
-    """Return what to do with an archive or a spreadsheet; empty for anything else."""
+    """Return what to do with an address, an archive or a spreadsheet; empty for anything else."""
     name = str(path).lower()
+    if "://" in name:
+        return f"{path} is an address; copy its files to this machine and name them"
     if name.endswith(_ARCHIVES) and os.path.isfile(path):
         return f"{path} is an archive; unpack it and name the folder"
     if name.endswith(_SPREADSHEETS) and os.path.isfile(path):

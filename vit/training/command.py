@@ -33,9 +33,7 @@ def train(
     """
     overrides = overrides or []
     # `vit train --resume train.epochs=3`: the first argument is an override already
-    key, equals, _ = (config or "").partition("=")
-    # An address may have parameters.
-    if config is not None and equals and "://" not in key and not Path(config).exists():
+    if config is not None and "=" in config and not Path(config).exists():
         overrides = [config, *overrides]
         config = None
 

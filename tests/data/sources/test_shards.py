@@ -3,10 +3,7 @@
 import io
 import pickle
 from collections.abc import Sequence
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 
 import numpy as np
 import pytest
@@ -101,28 +98,3 @@ def test_several_labels_are_read_from_the_file_of_a_sample(tmp_path: Path) -> No
     images = open_dataset("webdataset", root=tmp_path, rule=rule).split("all")
     assert images.labels.tolist() == MARKS
     assert images.class_names == ("ant", "bee", "cow")
-
-
-class _SilentHandler(SimpleHTTPRequestHandler):
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-
-def test_shards_at_addresses_are_copied_once(tmp_path: Path) -> None:
-    for number in range(2):
-        write_shard(tmp_path / f"s-{number}.tar", [0, 1], first=10 * number)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_SilentHandler, directory=tmp_path))
-    Thread(target=server.serve_forever, daemon=True).start()
-    address = f"http://127.0.0.1:{server.server_port}/s-{{0..1}}.tar?token=secret"
-    options = {"root": address}
-    try:
-        source = open_dataset("webdataset", **options).split("all")
-        with pytest.raises(OSError, match="can't be read") as error:
-            open_dataset("webdataset", **{**options, "root": address.replace("1}", "2}")})
-    finally:
-        server.shutdown()
-        server.server_close()
-    assert "secret" not in str(error.value)
-    assert greys(source) == [0, 1, 10, 11]
-    assert source.ids[3] == "s-1.tar/s011"
-    assert greys(open_dataset("webdataset", **options).split("all")) == [0, 1, 10, 11]

@@ -10,7 +10,7 @@ from vit.data.dataset import ImageRule
 from vit.data.images import IMAGE_KEYS, LABEL_KEYS, find_key
 from vit.data.sources.base import SPLIT_OF, Listing
 from vit.data.sources.python_objects import find_class_names, find_python_objects
-from vit.data.sources.shards import is_remote, list_by_split
+from vit.data.sources.shards import list_by_split
 from vit.runtime.arguments import first_line, shorten
 from vit.runtime.files import default_cache_dir, expand_home
 from vit.runtime.hub import offline_if_unreachable
@@ -60,7 +60,7 @@ class Rows:
 
 def is_place(place: str) -> bool:
     """Return true for a name on the Hub or Parquet files."""
-    return (place.startswith("hf:") and not is_remote(place)) or bool(_list_parquet(place))
+    return (place.startswith("hf:") and not place.startswith("hf://")) or bool(_list_parquet(place))
 
 
 def _list_parquet(place: str) -> dict[str, list[str]]:

@@ -1,8 +1,7 @@
 """WebDataset tar shards: `<key>.<image suffix>` and `<key>.cls` side by side in tar files.
 
 A shard is indexed once, and an image is then read by its offset: samples are reached at random, as
-with files. Shards in object storage are copied into the cache when they are first needed, and again
-when an S3 store or the Hub has another version.
+with files.
 """
 
 import glob
@@ -19,10 +18,8 @@ from braceexpand import braceexpand
 from vit.data.dataset import ImageRule
 from vit.data.images import is_image_name
 from vit.data.sources.base import SPLIT_OF, ImageReader, Listing, read_stats
-from vit.runtime.arguments import first_line, hide_tokens, shorten
 from vit.runtime.drive import report_drive
-from vit.runtime.files import default_cache_dir, expand_home
-from vit.runtime.locks import lock_file
+from vit.runtime.files import expand_home
 
 # bytes of a label's file that are read
 _LABEL_BYTES = 2**16
@@ -51,56 +48,38 @@ class ShardReader(ImageReader):
 
 def find_shards(place: Path | str, rule: ImageRule) -> Listing:
     """List the images of shards: those of a folder, see `list_by_split`, or of a pattern with globs
-    or braces, also of addresses ("shards-{000..009}.tar", "s3://bucket/*.tar"). Several labels in
-    one text have "|" between them. Raises ValueError for a damaged shard or a missing label, and
-    OSError if there are no shards."""
+    or braces ("shards-{000..009}.tar"). Several labels in one text have "|" between them. Raises
+    ValueError for a damaged shard or a missing label, and OSError if there are no shards."""
     root = os.path.expanduser(str(place)).rstrip("/")
-    patterns = list(braceexpand(root))
-    # split of each shard, its name, and its file
-    if is_remote(root):
-        shards = [("train", *pair) for pair in _fetch_files(patterns)]
-    else:
-        # opening a file that is missing names it
-        files = [file for name in patterns for file in sorted(glob.glob(name)) or [name]]
-        by_split = list_by_split(root, ".tar") or {"train": files}
-        shards = [
-            (split, file.replace(os.sep, "/"), file)
-            for split, files in by_split.items()
-            for file in files
-        ]
-    if not shards:
-        raise FileNotFoundError(f"{root} names no shards; check it")
+    # opening a file that is missing names it
+    found = [file for name in braceexpand(root) for file in sorted(glob.glob(name)) or [name]]
+    by_split = list_by_split(root, ".tar") or {"train": found}
+    shards = [(split, file) for split, files in by_split.items() for file in files]
     labels: list[Any] = []
     names: list[str] = []
     splits: list[str] = []
     places: list[tuple[int, int, int]] = []
-    for number, (split, shard, file) in enumerate(shards):
-        for key, offset, size, label in _index(file, name=shard):
+    for number, (split, file) in enumerate(shards):
+        for key, offset, size, label in _index(file):
             if rule.task == "multilabel":
                 labels.append(tuple(filter(None, map(str.strip, label.split("|")))))
             elif label:
                 labels.append(label)
             else:
-                raise ValueError(f"{shard} has no label {key}.cls for the image {key}; add it")
-            names.append(f"{shard.partition('?')[0].rpartition('/')[2]}/{key}")
+                raise ValueError(f"{file} has no label {key}.cls for the image {key}; add it")
+            names.append(f"{os.path.basename(file)}/{key}")
             places.append((number, offset, size))
             splits.append(split)
-    files = [file for _, _, file in shards]
-    reader = ShardReader(files, names, np.array(places, dtype=np.int64))
+    reader = ShardReader([file for _, file in shards], names, np.array(places, dtype=np.int64))
     return Listing(labels=labels, reader=reader, splits=splits)
 
 
 def is_place(place: str) -> bool:
-    """Return true for a shard, a folder of shards, a pattern or an address."""
+    """Return true for a shard, a folder of shards, or a pattern."""
     path = expand_home(place)
     # an unpacked archive's folder may be called photos.tar
-    is_pattern = ".tar" in place and not os.path.isdir(path)
-    return is_remote(place) or is_pattern or bool(list_by_split(str(path), ".tar"))
-
-
-def is_remote(path: object) -> bool:
-    """Return true for an address, of any scheme."""
-    return re.match(r"\w[\w+.-]*://", str(path)) is not None
+    is_pattern = ".tar" in place and "://" not in place and not os.path.isdir(path)
+    return is_pattern or bool(list_by_split(str(path), ".tar"))
 
 
 def list_by_split(folder: str, suffix: str) -> dict[str, list[str]]:
@@ -122,36 +101,7 @@ def list_by_split(folder: str, suffix: str) -> dict[str, list[str]]:
     return named
 
 
-def _fetch_files(addresses: Sequence[str]) -> list[tuple[str, str]]:
-    """Copy files into the cache, and return the address and the path of each. An address may be a
-    pattern with an asterisk. Raises OSError if one can't be read."""
-    import fsspec
-
-    cache_dir = default_cache_dir() / "remote"
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    try:
-        # two processes would write the same file
-        with lock_file(cache_dir / "lock"):
-            # a question mark in an address is no pattern
-            opened = fsspec.open_files(
-                [f"filecache::{each}" for each in addresses],
-                expand=any("*" in each for each in addresses),
-                filecache={"cache_storage": str(cache_dir), "check_files": True},
-            )
-            with opened as files:
-                pairs = zip(opened, files, strict=True)
-                return [(hide_tokens(each.path), file.name) for each, file in pairs]
-    except Exception as error:
-        # each client has its own types of errors; http's cause is more exact
-        reason = shorten(hide_tokens(first_line(error.__cause__ or error)))
-        # without the cause: its text has the whole address
-        raise OSError(
-            f"{shorten(hide_tokens(addresses[0]))} and others can't be read: {reason}; s3:// and"
-            " https:// need pip install '.[remote]' in the clone of vit"
-        ) from None
-
-
-def _index(file: str, *, name: str) -> Iterator[tuple[str, int, int, str]]:
+def _index(file: str) -> Iterator[tuple[str, int, int, str]]:
     """Yield the samples of a tar file, in its order: key, place and size of the image, and label.
     Raises ValueError if it isn't complete, or a key has two images or labels."""
     images: dict[str, Any] = {}
@@ -182,4 +132,4 @@ def _index(file: str, *, name: str) -> Iterator[tuple[str, int, int, str]]:
         if not images:
             raise ValueError("it holds no images; a sample is <key>.jpg and <key>.cls")
     except (tarfile.TarError, ValueError, ArithmeticError, EOFError) as error:
-        raise ValueError(f"{name} is not a complete tar file of samples: {error}") from error
+        raise ValueError(f"{file} is not a complete tar file of samples: {error}") from error
