@@ -4,21 +4,12 @@
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
-from PIL import Image
-
-import vit
-from tests.conftest import SaveModel, hash_images
-from vit.bundle import Bundle, load_bundle
-from vit.model.model_file import Likeness, read_model_file, write_model_file
 
 # names that would run if a page took them for HTML
 NASTY_CLASS = "<img src=x onerror=alert(1)>"
-NASTY_FILE = "<script>alert(2)</script>.png".replace("/", "\\")
 
 FLAGS = [
     "headless",
@@ -159,52 +150,3 @@ return found;
 def find_wide(browser) -> list[str]:
     """What has to be scrolled sideways, or is a table wider than its place, with all details open."""
     return browser.execute_script(_WIDE)
-
-
-def name_training_photos(model: Path, names: list[tuple[str, int]], features: np.ndarray) -> Bundle:
-    """The model, once its file names training photos with their class and features."""
-    conformal = {
-        "num_images": 0,
-        "thresholds": {},
-        "num_training_features": len(names),
-        "num_distances": 1,
-        "training_images": names,
-    }
-    units = features / np.linalg.norm(features, axis=1, keepdims=True)
-    likeness = Likeness(units.astype(np.float16), np.ones(1, np.float32))
-    content = read_model_file(model)
-    metadata = {**content.metadata, "conformal": conformal}
-    write_model_file(model, replace(content, metadata=metadata, likeness=likeness))
-    return load_bundle(model)
-
-
-@pytest.fixture(scope="module")
-def named_bundle(tmp_path_factory: pytest.TempPathFactory, save_model: SaveModel) -> Bundle:
-    """A model that names six training photos of two classes, which lie in its training folder.
-    Some names are hostile. The photos are read with `config["data"]["root"]`."""
-    folder = tmp_path_factory.mktemp("named")
-    photos = folder / "photos"
-    class_names = ("ant", NASTY_CLASS)
-    rng = np.random.default_rng(0)
-    names = [
-        (f"{class_name}/{number} {NASTY_FILE}", label)
-        for label, class_name in enumerate(class_names)
-        for number in range(3)
-    ]
-    for name, _ in names:
-        path = photos / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        coarse = Image.fromarray(rng.integers(0, 256, (4, 6, 3), dtype=np.uint8))
-        coarse.resize((60, 40), Image.Resampling.NEAREST).save(path)
-    # a photo of the folder that the model file doesn't name
-    Image.new("RGB", (60, 40), "red").save(photos / "ant" / "unnamed.png")
-
-    config = {"data": {"name": "folder", "root": str(photos)}}
-    model = save_model(
-        folder / "model.safetensors",
-        class_names=class_names,
-        config=config,
-        training_hashes=hash_images(sorted(photos.rglob("*.png"))),
-    )
-    features = vit.embed(model, [photos / name for name, _ in names], device="cpu")
-    return name_training_photos(model, names, features)

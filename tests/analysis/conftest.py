@@ -1,6 +1,6 @@
 """Fixtures of the core's tests that tests of products use."""
 
-from tests.browser import browser, named_bundle
+from tests.browser import browser
 from tests.evaluation.conftest import bundle, images, make_evaluation, make_predictions
 from tests.explanation.conftest import build, from_timm, ours, trained
 
@@ -12,7 +12,6 @@ __all__ = [
     "images",
     "make_evaluation",
     "make_predictions",
-    "named_bundle",
     "ours",
     "trained",
 ]

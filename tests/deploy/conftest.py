@@ -3,10 +3,10 @@
 from dataclasses import replace
 from pathlib import Path
 
-from tests.browser import browser, named_bundle
+from tests.browser import browser
 from vit.model.model_file import read_model_file, write_model_file
 
-__all__ = ["TASKS", "browser", "change_task", "named_bundle"]
+__all__ = ["TASKS", "browser", "change_task"]
 
 # what a model predicts → thresholds by place; None for no operating point
 TASKS = {

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.browser import browser, named_bundle
+from tests.browser import browser
 from tests.evaluation.records import write_evaluation
 from tests.explanation.conftest import from_timm, ours
 from vit.bundle import Bundle
@@ -15,7 +15,7 @@ from vit.data.open import open_dataset
 from vit.evaluation.images import EvaluationSet, load_images
 from vit.prediction.probabilities import Float32s, Ints
 
-__all__ = ["browser", "from_timm", "named_bundle", "ours"]
+__all__ = ["browser", "from_timm", "ours"]
 
 MakePredictions = Callable[..., tuple[Float32s, Ints]]
 

@@ -69,7 +69,6 @@ def make_case(
         conditions={"device": "cpu", "precision": "float32", "command": f"vit evaluate '{NASTY}'"},
     )
     images = EvaluationSet(dataset, ids, labels, Preprocess((side, side)))
-    # a model file that names no training photos
     bundle = Bundle(torch.nn.Linear(1, 1), images.preprocess, names, name=NASTY, sha256="a" * 64)
     if multilabel:
         bundle = replace(bundle, data={"task": "multilabel"})
@@ -168,8 +167,6 @@ def test_a_report_of_a_model_says_why(tiny_bundle: Bundle) -> None:
     page = result.build_files()["report.html"]
     assert isinstance(page, str)
     assert page.count('<div class="error">') == page.count('alt="map of') == 4
-    # the training photos of both classes are at hand
-    assert page.count('alt="training photo digits/') == 2 * 4
 
 
 # --- in a browser

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from tests.browser import browser, named_bundle
+from tests.browser import browser
 from tests.conftest import BuildOnce
 from tests.explanation import model_zoo, planted_evidence
 
-__all__ = ["browser", "named_bundle"]
+__all__ = ["browser"]
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from vit.bundle import Bundle, load_bundle
-from vit.data.dataset import choose_evenly, printable
+from vit.data.dataset import choose_evenly
 from vit.evaluation.calibration import MIN_IMAGES, fit_temperature
 from vit.evaluation.metrics import score_logits
 from vit.model.find_file import MODEL_FILE
@@ -53,7 +53,7 @@ def complete_model_file(run: Run, directory: Path) -> None:
         # A run that has ended must not fail because of images that can't be read any more.
         if count_features(bundle.model):
             try:
-                likeness, conformal["training_images"] = _compute_likeness(run, bundle)
+                likeness = _compute_likeness(run, bundle)
             except (OSError, ValueError, RuntimeError) as error:
                 warnings.warn(f"unusual images won't be told: {first_line(error)}", stacklevel=2)
     if trainer.process.is_main:
@@ -61,26 +61,20 @@ def complete_model_file(run: Run, directory: Path) -> None:
     trainer.process.wait()
 
 
-def _compute_likeness(run: Run, bundle: Bundle) -> tuple[Likeness, list[tuple[str, int]]]:
-    """Compute the features by which unusual images and the nearest training images are found, and
-    list the name and the class of each training image, −1 where it may have several labels."""
+def _compute_likeness(run: Run, bundle: Bundle) -> Likeness:
+    """Compute the features by which unusual images are found."""
     train, validation = run.data.train, run.data.validation
     assert validation is not None
     # Evenly spaced among the images by class, so that each class has its share.
     by_class = np.argsort(train.strata, kind="stable")
     chosen = np.sort(by_class[choose_evenly(len(by_class), _MAX_TRAINING_FEATURES)])
-    training = train.subset(chosen)
     fitted = run.probe
     if fitted is not None and fitted.features and fitted.images is train:
         training_features = fitted.features[fitted.probe.readout].numpy()[chosen]
     else:
         # Images that are decoded while training are decoded here, and unreadable ones are left out.
-        training = run.data.decode(training)
-        training_features = compute_head_features(bundle, training)
+        training_features = compute_head_features(bundle, run.data.decode(train.subset(chosen)))
     held_out = choose_evenly(len(validation), _MAX_DISTANCES)
     held_out_features = compute_head_features(bundle, validation.subset(held_out))
     units = normalize_rows(training_features).astype(np.float16)
-    likeness = Likeness(units, compute_distances(held_out_features, units).astype(np.float32))
-    labels = np.full(len(training), -1) if training.is_multilabel else training.labels
-    names = map(printable, training.ids)
-    return likeness, list(zip(names, map(int, labels), strict=True))
+    return Likeness(units, compute_distances(held_out_features, units).astype(np.float32))

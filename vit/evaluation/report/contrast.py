@@ -1,5 +1,5 @@
-"""Why a prediction is wrong: the evidence that decided, the patches whose removal turns the answer,
-and the nearest training photos."""
+"""Why a prediction is wrong: the evidence that decided, and the patches whose removal turns the
+answer."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -21,7 +21,6 @@ from vit.evaluation.report.contrast import (
     explain_mistakes,
     whiten,
 )
-from vit.evaluation.report.training_photos import Neighbour, find_training_photos
 from vit.explanation.render.overlay import PatchMap, blend, resize_picture
 from vit.explanation.render.page import encode_photo, encode_picture, name_model, render_page
 from vit.prediction.probabilities import Bools, Floats
@@ -37,13 +36,11 @@ _MAX_DRAWN = 40
 
 
 class Picture(NamedTuple):
-    """A data address, empty where there is none, what it shows, and the sentence and name below
-    it."""
+    """A data address, empty where there is none, what it shows, and the sentence below it."""
 
     address: str
     shows: str
     caption: str = ""
-    path: str = ""
 
 
 def build_report(result: "EvaluationResult") -> str:
@@ -114,26 +111,19 @@ def _show_mistakes(result: "EvaluationResult") -> tuple[dict[int, list[Any]], st
     bundle, scores = result.bundle, result.scores
     mistakes = choose_mistakes(scores, result.num_examples)
     photos = [result.images.read(each.image, each.image + 1)[0] for each in mistakes]
-    # without maps and training photos, a mistake has its picture alone
+    # without maps, a mistake has its picture alone
     contrasts: Sequence[Contrast | None] = [None] * len(mistakes)
-    neighbours: Sequence[list[Neighbour]] = [[] for _ in mistakes]
     problem = ""
     if result.evaluation.split == CROSS_VALIDATION and mistakes:
         problem = "the model has seen these images, unlike the probes of the folds"
     elif mistakes:
-        # they are the ones that the model file names, if they are on this machine
-        classes = [[-1] for _ in mistakes]
-        if not scores.is_multilabel:
-            classes = [[mistake.place, mistake.predicted] for mistake in mistakes]
-        neighbours = find_training_photos(bundle, photos, classes, side=SIDE)
         try:
             contrasts = explain_mistakes(bundle, mistakes, photos)
         except ValueError as error:
             problem = str(error)
     shown = defaultdict(list)
     # a mistake is shown also without an explanation
-    rows = zip(mistakes, photos, contrasts, neighbours, strict=True)
-    for mistake, pixels, contrast, nearest in rows:
+    for mistake, pixels, contrast in zip(mistakes, photos, contrasts, strict=True):
         path, photo = result.images.ids[mistake.image], Image.fromarray(pixels)
         pictures = [Picture(encode_photo(photo, side=SIDE), path)]
         if contrast is not None:
@@ -144,11 +134,6 @@ def _show_mistakes(result: "EvaluationResult") -> tuple[dict[int, list[Any]], st
             if contrast.removed:
                 address = encode_photo(Image.fromarray(whiten(pixels, contrast)), side=SIDE)
             pictures.append(Picture(address, f"part of {path}", said))
-        for each in nearest:
-            similar = f"most similar in training: {each.class_name} {each.similarity:.2f}"
-            pictures.append(
-                Picture(each.picture or "", f"training photo {each.path}", similar, each.path)
-            )
         text = _describe_mistake(mistake, scores, bundle.class_names)
         shown[mistake.place].append((path, text, pictures))
     return shown, problem
