@@ -14,7 +14,7 @@ import typer
 
 import vit
 from vit.cli.build import add_command
-from vit.runtime.arguments import first_line, hide_tokens, replace_control_characters, shorten
+from vit.runtime.arguments import first_line, replace_control_characters, shorten
 from vit.runtime.console import echo
 from vit.runtime.drive import DriveError
 
@@ -98,7 +98,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _format_warning(message: Warning | str, *_: object, **__: object) -> str:
     """Format a warning as one line, without its place in the code."""
-    lines = hide_tokens(str(message)).splitlines()
+    lines = str(message).splitlines()
     return f"warning: {replace_control_characters(lines[0])}\n"
 
 
@@ -132,6 +132,6 @@ def _report(error: Exception) -> int:
         code = 70
         problem = f"{type(error).__name__}: {first_line(error)}"
         text = f"internal error, a bug in vit: {problem}; VIT_DEBUG=1 shows where"
-    text = replace_control_characters(shorten(hide_tokens(" ".join(text.split())), 2000))
+    text = replace_control_characters(shorten(" ".join(text.split()), 2000))
     print(f"vit: error: {text}", file=sys.stderr)
     return code

@@ -9,8 +9,6 @@ Precision = Literal["float32", "bfloat16", "float16"]
 # Pixels of both sides, or (height, width).
 Size = int | Sequence[int]
 MAX_SIDE = 2**14
-# Parts of the names of address parameters whose values are secret.
-_SECRET = "token|sig|key|secret|passw|auth|credential|policy"
 
 
 def shorten(text: str, max_characters: int = 200) -> str:
@@ -25,15 +23,6 @@ def first_line(error: BaseException) -> str:
     """Return a library's message: its first line, without memory addresses, or the error's type."""
     lines = str(error).splitlines() or [type(error).__name__]
     return re.sub(r" at 0x[0-9a-f]+", "", lines[0])
-
-
-def hide_tokens(text: str) -> str:
-    """Return text with "***" for user:password@ before the host of an address, and for the values
-    of parameters such as token, signature, X-Amz-Credential or sig."""
-    text = re.sub(r"(\w://)[^/\s@'\"]*@", r"\1***@", text)
-    # names of parameters are short; without a bound, the time grows with the square of the text
-    name = rf"[\w.-]{{0,99}}(?:{_SECRET})[\w.-]{{0,99}}"
-    return re.sub(rf"(?i)([?&;]{name}=)[^&;\s'\"<>)]+", r"\1***", text)
 
 
 def replace_control_characters(text: str, *, keep_bytes: bool = False) -> str:
