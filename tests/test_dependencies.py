@@ -20,7 +20,6 @@ EXTRAS = {
     "data/depth.py": ["dicom"],
     "data/images.py": ["heic"],
     "data/sources/huggingface.py": ["datasets"],
-    "deploy/many_machines.py": ["ray"],
     "deploy/export": ["export"],
     "deploy/serve": ["serve"],
 }

@@ -52,7 +52,6 @@ NOT_EXECUTED = {
     "timm:|hf:|fashion_mnist|cifar10|imagenette/cpu|IMAGENET|CIFAR10": (
         "the images or weights have to be downloaded"
     ),
-    "s3:": "tests/deploy/test_many_machines.py predicts on Ray",
     "^serve": "it serves until Ctrl-C",
     "^faithfulness": "it takes minutes; the tests of the command are quicker",
 }

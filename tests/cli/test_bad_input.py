@@ -161,7 +161,6 @@ class TestCommand:
             (["trian"], "'train'"),
             (["train"], "which configuration?"),
             (["predict", "m", "x", "--top-k", "x"], "--top-k"),
-            (["predict", "m", "x", "--engine", "dask"], "'local', 'ray'"),
             (["info", "a", "b"], "b"),
         ],
         ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -73,10 +73,6 @@ MODES: dict[str, tuple[tuple[str, ...], set[str]]] = {
         ("predict", "imagenette", "photos", "--output", "out.jsonl"),
         set(),
     ),
-    "predict by a cluster": (
-        ("predict", "imagenette", "photos", "--output", "out", "--engine", "ray"),
-        {"top_k"},
-    ),
     "train": (("train", "photos", "-o", "out"), set()),
     "faithfulness": (("faithfulness", "imagenette", "-o", "out"), set()),
     "robustness": (("robustness", "imagenette", "-o", "out"), set()),
@@ -102,14 +98,10 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def receive(*arguments: object, **values: object) -> None:
         raise Received(repr((arguments, values)))
 
-    class Engine:
-        predict_on_ray = staticmethod(receive)
-
     for command in ALL.values():
         if command.function:
             monkeypatch.setattr(vit, command.function, receive, raising=False)
     monkeypatch.setattr("vit.prediction.predict.iterate_predictions", receive)
-    monkeypatch.setattr("vit.cli.predict.import_module", lambda _: Engine)
     addresses: list[object] = []
 
     def listen(address: object) -> Any:

@@ -59,7 +59,7 @@ COMMANDS = [
         ["predict", "imagenette", "gepackt"],
         "gepackt holds no images; check the path, and unpack archives in it",
     ),
-    (["predict", "imagenette", "zebra.jpg", "--engine", "ray"], "name it with --output"),
+    (["predict", "imagenette", "s3://photos/zebra.jpg"], "is an address; copy its files"),
     (["compare", "laeufe", "lauf"], "laeufe has no evaluation.json"),
     (["faithfulness", "klasse.zip"], "klasse.zip is an archive"),
     (["export", "imagenete"], "did you mean imagenette?"),

@@ -3,10 +3,9 @@
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from importlib import import_module
 from io import TextIOWrapper
 from itertools import takewhile
-from typing import Any, Literal
+from typing import Any
 
 import typer
 
@@ -16,13 +15,7 @@ from vit.runtime.console import echo
 from vit.runtime.places import explain_file, suggest
 
 
-def predict(
-    call: Call,
-    images: list[str],
-    *,
-    top_k: int | None = None,
-    engine: Literal["local", "ray"] = "local",
-) -> None:
+def predict(call: Call, images: list[str]) -> None:
     """Predict the most probable classes of images.
 
     prediction_set names the classes that include the right one for 95 % of photos; without exactly
@@ -34,35 +27,12 @@ def predict(
     Args:
         images: Files, folders or tables, or - for a list of them on standard input. Models before
             them (runs, model files, timm:NAME) are averaged with MODEL.
-        top_k: Classes for each image. None: 5.
-        engine: local, or ray: a cluster, which reads folders, .csv, Parquet and addresses, and
-            writes Parquet into `output`.
     """
     # file names of any bytes pass through; JSON is UTF-8, whatever the terminal's encoding
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8", errors="surrogateescape")
     model, images = take_models(call.keywords["model"], images)
     check_images(model, images)
-    keywords = {**call.keywords, "model": model}
-    if engine == "local":
-        if top_k is not None:
-            keywords["top_k"] = top_k
-        _predict(images, keywords)
-        return
-    # its rows have the probability of every class
-    if top_k is not None:
-        raise ValueError("--top-k has no effect with --engine ray; leave it out")
-    if keywords["output"] is None:
-        raise ValueError("--engine ray writes a folder of Parquet files; name it with --output")
-    try:
-        many_machines = import_module("vit.deploy.many_machines")
-    except ImportError as error:
-        text = "--engine ray needs Ray: pip install '.[ray]' in the clone of vit"
-        raise ValueError(text) from error
-    many_machines.predict_on_ray(list(list_names(images)), **keywords)
-
-
-def _predict(images: list[str], keywords: dict[str, Any]) -> None:
     # torch, which `vit --help` does without
     from vit.prediction.predict import iterate_predictions
     from vit.prediction.records import write_predictions
@@ -73,6 +43,7 @@ def _predict(images: list[str], keywords: dict[str, Any]) -> None:
     if len(images) == 1 and images[0] != "-":
         inputs = images[0]
     # one batch after another, whereas the function keeps all predictions in memory
+    keywords = {**call.keywords, "model": model}
     predictions = iterate_predictions(images=inputs, **keywords)
     output = keywords["output"]
     if not output:
@@ -119,9 +90,8 @@ def check_images(models: Sequence[str], paths: Sequence[str]) -> None:
         raise ValueError(f"{models[-1]} is a model; name images after it")
     if len(paths) == 1 and os.path.isdir(paths[0]):
         next(list_images(paths[0]), None)
-    # Ray reads addresses
     known = (path for path in paths if path == "-" or os.path.lexists(path))
-    if "://" not in "".join(paths) and all(map(explain_file, known)):
+    if all(map(explain_file, known)):
         first = paths[0]
         raise ValueError(explain_file(first) or f"{first} does not exist{suggest(first)}")
 

@@ -17,7 +17,8 @@ import pytest
 import vit
 from tests.conftest import Launcher, save_noise
 
-RAY = ("--engine", "ray", "--precision", "float32", "--device", "cpu")
+PROGRAM = Path(__file__).parents[1] / "docs" / "cluster" / "predict_on_ray.py"
+OPTIONS = ("--precision", "float32", "--device", "cpu")
 
 
 def write_images(folder: Path, count: int, *, side: int = 8) -> list[Path]:
@@ -50,8 +51,8 @@ def test_folders_tables_and_parquet_give_the_rows_of_one_process(
 
     for name in ("photos", "photos.csv", "photos.parquet"):
         output = tmp_path / f"rows of {name}"
-        command = ("predict", tiny_model_file, tmp_path / name, *RAY, "--output", output)
-        cli.finish(cli.start(*command))
+        command = (tiny_model_file, tmp_path / name, *OPTIONS, "--output", output)
+        cli.finish(cli.start(*command, program=(PROGRAM,)))
         found = read_rows(output)
         assert found.keys() == set(map(str, paths))
         for place, path in enumerate(map(str, paths)):
@@ -72,9 +73,9 @@ def test_killed_jobs_lose_and_double_nothing(
     # enough bytes for several blocks, of which each becomes a file
     paths = write_images(tmp_path / "photos", 1500, side=100)
     output = tmp_path / "rows"
-    command = ("predict", tiny_model_file, tmp_path / "photos", *RAY, "--output", output)
+    command = (tiny_model_file, tmp_path / "photos", *OPTIONS, "--output", output)
 
-    job: subprocess.Popen[Any] = cli.start(*command)
+    job: subprocess.Popen[Any] = cli.start(*command, program=(PROGRAM,))
     deadline = time.monotonic() + 240
     while not list(output.glob("*.parquet")):
         assert job.poll() is None
@@ -88,8 +89,8 @@ def test_killed_jobs_lose_and_double_nothing(
     whole = next(output.glob("*.parquet")).read_bytes()
     (output / "cut.parquet").write_bytes(whole[: len(whole) // 2])
 
-    refused = cli.start(*command)
+    refused = cli.start(*command, program=(PROGRAM,))
     assert "--resume" in refused.communicate(timeout=300)[1]
     assert refused.returncode == 2
-    cli.finish(cli.start(*command, "--resume"))
+    cli.finish(cli.start(*command, "--resume", program=(PROGRAM,)))
     assert read_rows(output).keys() == set(map(str, paths))
