@@ -99,6 +99,10 @@ class AttentionLayer:
             for name in ("weights", "query", "key", "bias")
             if (tensor := getattr(self, name)) is not None
         }
+        key = tensors.get("key")
+        # a part of one product for queries, keys and values would keep all of it in memory
+        if key is not None and key.untyped_storage().nbytes() > key.nbytes:
+            tensors["key"] = key.clone()
         value = self.value.new_empty(*self.value.shape[:3], 0)
         return replace(self, output=self.output.new_empty(0), value=value, **tensors)
 
