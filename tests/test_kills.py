@@ -183,7 +183,6 @@ def test_predictions_are_resumed(
     [
         ["audit", "PHOTOS", "--model=WEIGHTS", "--device=cpu"],
         ["export", "WEIGHTS", "--format=timm"],
-        ["export", "WEIGHTS", "--format=huggingface"],
     ],
     ids=" ".join,
 )

@@ -26,7 +26,7 @@ FOR_TIMM: list[dict[str, Any]] = [
     {"global_pool": "avg", "fc_norm": False, "mlp_ratio": 2.55},
 ]
 FOR_TRANSFORMERS: list[dict[str, Any]] = [
-    {},
+    {"init_values": 1e-5, "reg_tokens": 4, "no_embed_class": True},
     {"pos_embed": "sincos", "qkv_bias": False, "mlp_ratio": 2.55},
 ]
 
@@ -84,9 +84,9 @@ def test_transformers_opens_the_folder_and_computes_equal_logits(
     from transformers import AutoImageProcessor, AutoModelForImageClassification
 
     path, model = save(save_model, tmp_path / "model.safetensors", **options)
-    folder = vit.export_model(path, output=tmp_path / "out", format="huggingface")
+    folder = vit.export_model(path, output=tmp_path / "out", format="timm")
     theirs = AutoModelForImageClassification.from_pretrained(folder)
-    assert type(theirs).__module__.startswith("transformers.models.")
+    assert type(theirs).__module__.startswith("transformers.models.timm_wrapper")
     assert list(theirs.config.id2label.values()) == list(NAMES)
     # without resizing, which rounds sizes
     photo = Image.fromarray(load_sample_images().images[0]).resize((32, 32))
@@ -103,7 +103,7 @@ def test_several_labels_are_sigmoids_in_a_pipeline_of_transformers(
     from transformers import pipeline
 
     path = change_task(tiny_model_file, tmp_path / "model.safetensors", "labels")
-    folder = vit.export_model(path, output=tmp_path / "out", format="huggingface")
+    folder = vit.export_model(path, output=tmp_path / "out", format="timm")
     image = tmp_path / "china.png"
     size = load_bundle(path).preprocess.resize_size[0]
     Image.fromarray(load_sample_images().images[0]).resize((size, size)).save(image)
@@ -115,19 +115,15 @@ def test_several_labels_are_sigmoids_in_a_pipeline_of_transformers(
 
 
 @pytest.mark.parametrize(
-    ("format", "options", "preprocess"),
+    ("options", "preprocess"),
     [
-        ("timm", {"stem": "conv"}, PREPROCESS),
-        ("timm", {"mlp": "relu2"}, PREPROCESS),
-        ("huggingface", {"stem": "conv"}, PREPROCESS),
-        ("huggingface", {"qk_norm": True}, PREPROCESS),
-        ("huggingface", {"init_values": 0.1}, PREPROCESS),
-        ("huggingface", {}, Preprocess((16, 16), resize_mode="stretch")),
-        ("huggingface", {}, Preprocess((16, 16), value_range=(0, 4095))),
+        ({"stem": "conv"}, PREPROCESS),
+        ({"mlp": "relu2"}, PREPROCESS),
+        ({}, Preprocess((16, 16), resize_mode="stretch")),
+        ({}, Preprocess((16, 16), value_range=(0, 4095))),
     ],
 )
-def test_what_a_library_cannot_compute_is_refused_with_a_way_out(
-    format: str,
+def test_what_timm_cannot_compute_is_refused_with_a_way_out(
     options: dict[str, Any],
     preprocess: Preprocess,
     save_model: SaveModel,
@@ -135,7 +131,7 @@ def test_what_a_library_cannot_compute_is_refused_with_a_way_out(
     tmp_path: Path,
 ) -> None:
     path = save_model(tmp_path / "model.safetensors", preprocess=preprocess, **options)
-    told = cli.fail("export", path, "--format", format, "--output", tmp_path / "out")
+    told = cli.fail("export", path, "--format", "timm", "--output", tmp_path / "out")
     assert "--format onnx" in told
     assert not (tmp_path / "out").exists()
 

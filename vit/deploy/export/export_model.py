@@ -7,7 +7,7 @@ from typing import Literal
 from vit.bundle import ModelLike, keeps_mode, open_model, require_classifier
 from vit.deploy.export.card import build_card
 from vit.deploy.export.onnx_file import ONNX_FILE, build_onnx_files
-from vit.deploy.export.python_formats import build_folder_files
+from vit.deploy.export.timm_folder import build_timm_files
 from vit.model.modules import load_timm
 from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.arguments import check_choice
@@ -20,7 +20,7 @@ def export_model(
     model: ModelLike,
     *,
     output: str | Path,
-    format: Literal["onnx", "timm", "huggingface"] = "onnx",
+    format: Literal["onnx", "timm"] = "onnx",
     attention: bool = False,
     overwrite: bool = False,
 ) -> Path:
@@ -29,7 +29,7 @@ def export_model(
     Args:
         model: See `vit.evaluate`; one of this project or of timm.
         output: Directory for the results.
-        format: "onnx", "timm" or "huggingface".
+        format: "onnx", or "timm": a folder that transformers opens, too.
         attention: Add attention rollout to the ONNX file as an output.
         overwrite: Replace an earlier export.
 
@@ -45,7 +45,7 @@ def export_model(
         >>> path = vit.export_model("runs/digits", output="runs/digits-onnx")
         >>> path.name  # model.onnx
     """
-    check_choice(format, ("onnx", "timm", "huggingface"), name="format")
+    check_choice(format, ("onnx", "timm"), name="format")
     if attention and format != "onnx":
         raise ValueError(f"--attention is an option of --format onnx, not of {format}")
     bundle = open_model(model, device="cpu")
@@ -59,7 +59,7 @@ def export_model(
         if format == "onnx":
             files = build_onnx_files(bundle, attention=attention)
         else:
-            files = build_folder_files(bundle, format)
+            files = build_timm_files(bundle)
         files["README.md"] = build_card(bundle, format=format, attention=attention)
         directory = open_output(output, overwrite=overwrite)
         for name, content in files.items():
