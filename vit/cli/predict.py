@@ -50,8 +50,8 @@ def predict(
         _predict(images, keywords)
         return
     # its rows have the probability of every class
-    if top_k is not None:
-        raise ValueError("--top-k has no effect with --engine ray; leave it out")
+    if top_k is not None or keywords.pop("columns") == "classes":
+        raise ValueError("--top-k and --columns have no effect with --engine ray; leave them out")
     if keywords["output"] is None:
         raise ValueError("--engine ray writes a folder of Parquet files; name it with --output")
     try:
@@ -78,21 +78,23 @@ def _predict(images: list[str], keywords: dict[str, Any]) -> None:
     if not output:
         kind = "table" if sys.stdout.isatty() else "jsonl"
         predictions = write_predictions(predictions, file=sys.stdout, kind=kind)
-    count = 0
-    num_unreadable = 0
+    count, failed = 0, []
     with show_progress("images") as advance:
         for prediction in predictions:
             count += 1
-            num_unreadable += prediction.error is not None
+            if prediction.error is not None:
+                failed.append(f"{prediction.path}: {prediction.error}")
             advance(1, f"{count:,} images")
     if count == 0 and not keywords["resume"]:
         raise ValueError("there were no images to predict")
     if output:
         echo(f"{count:,} predictions were written into {output}")
-    if num_unreadable:
-        message = f"{num_unreadable} of {count} images could not be read; their lines say why"
-        echo(message, err=True)
-        if num_unreadable == count:
+    if keywords["classes"]:
+        names = ", ".join(keywords["classes"])
+        echo(f"only {names} could be predicted; classes share the probability", err=True)
+    if failed:
+        echo(f"{len(failed)} of {count} images could not be read, the first: {failed[0]}", err=True)
+        if len(failed) == count:
             raise typer.Exit(1)
 
 
