@@ -88,4 +88,5 @@ def test_no_image_that_can_be_read_is_exit_code_1(
     code, out, err = predict(model_file, tmp_path / "broken.png", tmp_path / "gone.png")
     assert code == 1
     assert len(out.splitlines()) == 2
-    assert "2 of 2 images could not be read; their lines say why" in err
+    first = tmp_path / "broken.png"
+    assert f"2 of 2 images could not be read, the first: {first}: " in err

@@ -87,3 +87,28 @@ def test_logits_that_are_not_numbers_are_no_hits() -> None:
     message = "2 of 3 images have NaN or infinity among their logits"
     with pytest.raises(ValueError, match=message):
         compute_metrics(scores)
+
+
+@pytest.mark.parametrize("noise", [0.5, 2, 50])
+def test_grades_have_the_quadratic_weighted_kappa(noise: float) -> None:
+    rng = np.random.default_rng(0)
+    labels = rng.integers(5, size=200)
+    predicted = (labels + noise * rng.normal(size=200)).round().clip(0, 4).astype(int)
+    if noise == 50:
+        predicted = 4 - labels
+    scores = score_logits(np.eye(5, dtype=np.float32)[predicted], labels)
+    expected = sklearn_metrics.cohen_kappa_score(labels, predicted, weights="quadratic")
+    measured = measure(scores, is_ordered=True)
+    assert measured.metrics["quadratic_kappa"] == pytest.approx(expected, abs=1e-9)
+    low, high = measured.intervals["quadratic_kappa"]
+    assert -1 <= low <= expected < high < 1
+    # whole numbers are grades, names are not, and ten numbers are digits
+    digits = score_logits(np.eye(10, dtype=np.float32)[predicted], labels)
+    for each, names in ((scores, "01234"), (scores, "abcde"), (digits, "0123456789")):
+        has_kappa = "quadratic_kappa" in measure(each, class_names=names).metrics
+        assert has_kappa == (names == "01234")
+
+
+def test_one_class_everywhere_has_no_kappa() -> None:
+    scores = score_logits(np.eye(3, dtype=np.float32)[[1, 1]], np.array([1, 1]))
+    assert np.isnan(measure(scores, is_ordered=True).metrics["quadratic_kappa"])

@@ -14,7 +14,7 @@ from tests.conftest import Launcher, SaveModel, save_noise
 from vit.data.preprocess import Preprocess
 from vit.evaluation.intervals import compute_proportion_interval
 from vit.evaluation.metrics import score_logits
-from vit.evaluation.subgroups import Subgroup, measure_subgroups, read_values
+from vit.evaluation.subgroups import Subgroup, measure_subgroups, read_values, tells_class
 
 
 def measure(values: list[str], correct: np.ndarray, groups: list[str] | None) -> list[Subgroup]:
@@ -64,6 +64,21 @@ def test_numbers_and_codes_are_values() -> None:
     rows = measure(sites, np.arange(200) % 20 != 7, None)
     assert len(rows) == 20
     assert (rows[0].name, rows[0].metric) == ("107", 0.0)
+
+
+def test_a_scanner_for_each_class_tells_the_class() -> None:
+    def tell(values: str, labels: Any, num_groups: int = 8) -> bool:
+        images: Any = SimpleNamespace(labels=np.array(labels), num_groups=num_groups)
+        return tells_class(list(values), images)
+
+    classes = [0, 0, 0, 0, 1, 1, 1, 1]
+    assert tell("AAAABBBB", classes)
+    assert tell("AAAABBCC", classes)
+    assert tell("AAAABBBB", np.array(classes)[:, None] == (0, 1))
+    # one other image, one class, and a patient for each group
+    assert not tell("AAAABBBA", classes)
+    assert not tell("AAAABBBB", [0] * 8)
+    assert not tell("AAAABBBB", classes, num_groups=2)
 
 
 def write_images(folder: Path) -> list[tuple[str, ...]]:

@@ -11,7 +11,7 @@ from vit.prediction.decision import (
     compute_probabilities,
     decide_classes,
     decide_labels,
-    read_class_threshold,
+    read_thresholds,
 )
 from vit.prediction.predictor import Predictor
 from vit.prediction.records import Prediction
@@ -36,12 +36,12 @@ def labels(classes: Bundle) -> Bundle:
 
 def test_a_class_is_predicted_from_its_threshold_on(classes: Bundle) -> None:
     probabilities = np.array([[0.6, 0.3, 0.1], [0.7, 0.2, 0.1], [0.2, 0.1, 0.7], [0.2, 0.5, 0.3]])
-    assert decide_classes(classes, probabilities).tolist() == [0, 0, 2, 1]
+    assert decide_classes(read_thresholds(classes), probabilities).tolist() == [0, 0, 2, 1]
     low = set_point(classes, dog=0.25)
-    assert decide_classes(low, probabilities).tolist() == [1, 0, 2, 1]
+    assert decide_classes(read_thresholds(low), probabilities).tolist() == [1, 0, 2, 1]
     # the most probable class needn't be the predicted one
     high = set_point(classes, cat=0.65)
-    assert decide_classes(high, probabilities).tolist() == [1, 0, 2, 1]
+    assert decide_classes(read_thresholds(high), probabilities).tolist() == [1, 0, 2, 1]
 
 
 def test_labels_without_a_threshold_need_a_half(labels: Bundle) -> None:
@@ -59,10 +59,10 @@ def test_scores_are_those_of_the_decision(classes: Bundle) -> None:
     logits = rng.standard_normal((200, 3)).astype(np.float32)
     truth = rng.integers(0, 3, 200)
     point = set_point(classes, dog=0.2)
-    point_of = {"temperature": point.temperature, "threshold": read_class_threshold(point)}
+    point_of = {"temperature": point.temperature, "thresholds": read_thresholds(point)}
     scores = score_logits(logits, truth, **point_of)
     probabilities = compute_probabilities(point, logits)
-    expected = decide_classes(point, probabilities)
+    expected = decide_classes(read_thresholds(point), probabilities)
     np.testing.assert_array_equal(scores.predicted, expected)
     np.testing.assert_array_equal(scores.correct, expected == truth)
     # the rank counts the predicted class first, then the others by their probability

@@ -5,8 +5,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+import vit
 from tests.conftest import SaveModel, save_noise
 from tests.prediction.conftest import read_rows
 from vit.prediction.predict import iterate_predictions
@@ -122,6 +124,30 @@ def test_other_images_and_files_are_not_resumed(
     with pytest.raises(ValueError, match=message):
         list(run(model, tmp_path / "photos", path, **options))
     assert path.read_bytes() == before
+
+
+def test_a_table_has_a_column_for_each_class_and_names_images_as_it_was_written(
+    model: Path, photos: Path, tmp_path: Path
+) -> None:
+    names = ["-b", "a0", "gone"]
+    for name, photo in zip(names[:2], sorted(photos.iterdir())[2:4], strict=True):
+        shutil.copy(photo, tmp_path / f"{name}.png")
+    table = tmp_path / "sample_submission.csv"
+    table.write_text("".join(f"{name},0\n" for name in ["id_code", *names]))
+    path = tmp_path / "out.csv"
+    predictions = list(run(model, table, path, columns="classes"))
+    classes = vit.load_bundle(model).class_names
+    for name, row, prediction in zip(names, read_rows(path), predictions, strict=True):
+        assert list(row) == ["id_code", *classes]
+        assert row.pop("id_code") == name
+        values = [np.float32(value) for value in row.values()]
+        np.testing.assert_array_equal(values, prediction.probabilities)
+        assert np.isnan(values).all() == (name == "gone")
+    path.unlink()
+    (first, *_) = run(model, photos, path, columns="classes")
+    assert read_rows(path)[0]["path"] == first.path
+    with pytest.raises(ValueError, match=r"name it with --output FILE\.csv"):
+        list(run(model, table, tmp_path / "out.jsonl", columns="classes"))
 
 
 def test_a_wrong_place_is_refused_before_anything_is_predicted(

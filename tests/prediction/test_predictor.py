@@ -91,6 +91,20 @@ def test_it_is_sent_to_a_new_process(model: Path, paths: list[Path]) -> None:
     np.testing.assert_array_equal(columns["probabilities"], expected["probabilities"])
 
 
+def test_probabilities_of_some_classes_add_up_to_1(model: Path, paths: list[Path]) -> None:
+    whole = vit.Predictor(model, **_OPTIONS)(paths)  # type: ignore[arg-type]
+    predictor = vit.Predictor(model, classes=["dog", "bee"], **_OPTIONS)  # type: ignore[arg-type]
+    columns = predictor(paths)
+    expected = whole["probabilities"][:, [0, 2]]
+    expected /= expected.sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(columns["probabilities"][:, [0, 2]], expected, rtol=1e-5)
+    assert np.nan_to_num(columns["probabilities"][:, 1]).tolist() == [0] * len(paths)
+    (prediction, *_) = predictor.predict_items([("photo", paths[0])])
+    assert {place: name for place, name, _ in prediction.classes} == {0: "bee", 2: "dog"}
+    with pytest.raises(ValueError, match="unknown class 'cow'; known: 0 to 2 or bee, cat, dog"):
+        vit.Predictor(model, classes="cow")(paths)
+
+
 def test_wrong_batches_and_options_are_refused(model: Path, paths: list[Path]) -> None:
     predictor = vit.Predictor(model)
     with pytest.raises(ValueError, match="the batch has the columns photo; name one image"):

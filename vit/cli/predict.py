@@ -49,21 +49,23 @@ def predict(call: Call, images: list[str]) -> None:
     if not output:
         kind = "table" if sys.stdout.isatty() else "jsonl"
         predictions = write_predictions(predictions, file=sys.stdout, kind=kind)
-    count = 0
-    num_unreadable = 0
+    count, failed = 0, []
     with show_progress("images") as advance:
         for prediction in predictions:
             count += 1
-            num_unreadable += prediction.error is not None
+            if prediction.error is not None:
+                failed.append(f"{prediction.path}: {prediction.error}")
             advance(1, f"{count:,} images")
     if count == 0 and not keywords["resume"]:
         raise ValueError("there were no images to predict")
     if output:
         echo(f"{count:,} predictions were written into {output}")
-    if num_unreadable:
-        message = f"{num_unreadable} of {count} images could not be read; their lines say why"
-        echo(message, err=True)
-        if num_unreadable == count:
+    if keywords["classes"]:
+        names = ", ".join(keywords["classes"])
+        echo(f"only {names} could be predicted; classes share the probability", err=True)
+    if failed:
+        echo(f"{len(failed)} of {count} images could not be read, the first: {failed[0]}", err=True)
+        if len(failed) == count:
             raise typer.Exit(1)
 
 

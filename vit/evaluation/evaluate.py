@@ -16,13 +16,13 @@ from vit.evaluation.images import EvaluationSet, check_data, find_overlap, load_
 from vit.evaluation.metrics import Scores, find_known, measure, score_logits
 from vit.evaluation.predictions import CROSS_VALIDATION, Predictions, load_predictions
 from vit.evaluation.result import EVALUATION_FILE, Evaluation, EvaluationResult
-from vit.evaluation.subgroups import measure_subgroups, read_values
+from vit.evaluation.subgroups import measure_subgroups, read_values, tells_class
 from vit.evaluation.thresholds import choose_operating_point, parse_rule
 from vit.prediction.batch_predictor import BatchPredictor
 from vit.prediction.conformal import measure_sets
-from vit.prediction.decision import describe_decision, read_class_threshold, read_thresholds
+from vit.prediction.decision import describe_decision, read_thresholds
 from vit.prediction.probabilities import Float32s
-from vit.runtime.arguments import check_minimum
+from vit.runtime.arguments import check_minimum, shorten
 from vit.runtime.device import describe_device
 from vit.runtime.processes import current_process, join_processes
 from vit.runtime.progress import show_progress
@@ -46,6 +46,7 @@ def evaluate(
     group_column: str | None = None,
     by: str | Sequence[str] = (),
     operating_point: str | None = None,
+    ordered: bool = False,
     num_examples: int = 16,
     batch_size: int | None = None,
     device: str = "auto",
@@ -86,6 +87,8 @@ def evaluate(
             f1 is the best on these. LABEL:RULE names the label. None: the
             model file's, otherwise 0.5 for a label and the most probable
             class. `.save` writes the model file with it.
+        ordered: The classes are grades, in the model's order: measure the
+            quadratic weighted kappa, too, as for three to nine whole numbers.
         num_examples: Errors that the report shows, each with its map.
         batch_size: Images at a time. None: 64 on a CPU, 256 on a GPU.
         device: Device: auto, cpu, cuda, cuda:N or mps. A module stays where it
@@ -125,6 +128,8 @@ def evaluate(
         rule = None
         if operating_point is not None:
             rule = parse_rule(operating_point, bundle)
+        if ordered and bundle.is_multilabel:
+            raise ValueError("--ordered is for a model of one class an image")
         splits = open_data(bundle, data, root, dataset, rule=image_rule)
         # the probes of the folds have not seen the images that they predict
         found = None
@@ -145,6 +150,8 @@ def evaluate(
         # one predictor for all passes: the batch size changes the last bits of logits
         predictor = BatchPredictor.from_bundle(bundle, batch_size=batch_size, precision=precision)
         notes = list(images.dataset.notes)
+        if ordered:
+            notes.append(f"grades, the lowest first: {shorten(', '.join(bundle.class_names))}")
         logits = None
         if found is not None:
             notes.append(
@@ -170,6 +177,7 @@ def evaluate(
             images,
             logits,
             values,
+            is_ordered=ordered,
             data=printable(splits.title),
             notes=notes,
             conditions=_describe_conditions(predictor),
@@ -235,6 +243,7 @@ def _measure(
     logits: Float32s,
     values: Mapping[str, Mapping[str, str]],
     *,
+    is_ordered: bool,
     data: str,
     notes: list[str],
     conditions: dict[str, str],
@@ -246,9 +255,17 @@ def _measure(
         images.labels,
         temperature=bundle.temperature,
         thresholds=read_thresholds(bundle),
-        threshold=read_class_threshold(bundle),
     )
-    measured = measure(scores, dataset.groups, bundle.class_names)
+    measured = measure(scores, dataset.groups, bundle.class_names, is_ordered=is_ordered)
+    subgroups = {}
+    for column, known in values.items():
+        texts = [known[name] for name in dataset.ids]
+        subgroups[column] = measure_subgroups(texts, scores, dataset.groups)
+        if tells_class(texts, images):
+            notes.append(
+                f"each {column} has one class: accuracy by {column} can't show whether the model looks"
+                f" at the {column} instead"
+            )
     overlap = None
     # a cross-validated model has seen all of them, and the probes that predict them have not
     if dataset.split != CROSS_VALIDATION:
@@ -260,10 +277,7 @@ def _measure(
         per_class=measured.per_class,
         temperature=bundle.temperature,
         operating_point=bundle.operating_point.get("rule"),
-        subgroups={
-            column: measure_subgroups([texts[name] for name in dataset.ids], scores, dataset.groups)
-            for column, texts in values.items()
-        },
+        subgroups=subgroups,
         prediction_sets=measure_sets(bundle, logits, images.labels),
         num_images=len(images),
         num_groups=images.num_groups,

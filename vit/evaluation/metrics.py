@@ -16,7 +16,7 @@ from vit.evaluation.intervals import (
     leave_out_parts,
     number_clusters,
 )
-from vit.prediction.decision import THRESHOLD, ClassThreshold
+from vit.prediction.decision import THRESHOLD, decide_classes
 from vit.prediction.probabilities import (
     Bools,
     Float32s,
@@ -97,19 +97,19 @@ def score_logits(
     labels: Any,
     *,
     temperature: float = 1.0,
-    thresholds: Floats | float = THRESHOLD,
-    threshold: ClassThreshold | None = None,
+    thresholds: Floats | None = None,
 ) -> Scores:
     """Score logits [n, C] against the class of each image, [n], or its labels, bool [n, C].
 
     They are divided by the temperature before the softmax, or the sigmoid. A label is predicted
-    from its threshold on, a class if its logit is the highest, or by the `threshold` of one.
+    from its threshold on, 0.5 by default, a class if its logit is the highest, or by the threshold
+    of one. See `read_thresholds`.
     """
     count, num_classes = logits.shape
     if labels.ndim == 2:
         scaled = logits.astype(np.float64) / temperature
         probabilities = expit(scaled)
-        decided = np.broadcast_to(np.asarray(thresholds, dtype=np.float64), num_classes)
+        decided = np.full(num_classes, THRESHOLD) if thresholds is None else thresholds
         predicted = probabilities >= decided
         # log(1 + exp(−z)) where the label is there, log(1 + exp(z)) where it isn't
         with np.errstate(invalid="ignore"):
@@ -127,15 +127,13 @@ def score_logits(
     is_behind = (logits < label_logits) | ((logits == label_logits) & is_later_class)
     predicted = logits.argmax(axis=1)
     rank = num_classes - is_behind.sum(axis=1)
-    if threshold is not None:
-        predicted = threshold.decide(probabilities)
-        was_ahead = ~is_behind[at_label[0], predicted]
-        rank = np.where(predicted == labels, 0, rank + 1 - was_ahead)
     # the most probable of two classes is the one above a half; among more, none has a threshold
     decided = np.full(num_classes, THRESHOLD if num_classes == 2 else np.nan)
-    if threshold is not None:
-        decided = np.full(num_classes, np.nan)
-        decided[threshold.place] = threshold.probability
+    if thresholds is not None and not np.isnan(thresholds).all():
+        decided = thresholds
+        predicted = decide_classes(thresholds, probabilities)
+        was_ahead = ~is_behind[at_label[0], predicted]
+        rank = np.where(predicted == labels, 0, rank + 1 - was_ahead)
     return Scores(labels, predicted, probabilities, loss, rank, decided)
 
 
@@ -222,9 +220,14 @@ def _list_proportions(scores: Scores) -> dict[str, Bools]:
 
 
 def measure(
-    scores: Scores, groups: Sequence[str] | None = None, class_names: Sequence[str] = ()
+    scores: Scores,
+    groups: Sequence[str] | None = None,
+    class_names: Sequence[str] = (),
+    *,
+    is_ordered: bool = False,
 ) -> Measures:
-    """Compute the metrics, their 95 % intervals, and a row for each class or label.
+    """Compute the metrics, of ordered classes and numbers also the quadratic weighted kappa (Cohen
+    1968), their 95 % intervals, and a row for each class or label.
 
     The intervals of proportions are Clopper and Pearson's, those of averages over classes and of
     areas under curves the jackknife's. Loss, calibration error and Brier score have none. Without
@@ -234,7 +237,8 @@ def measure(
     metrics = compute_metrics(scores)
     clusters = number_clusters(groups, len(scores))
     # each class measured on all images, and without each part of them
-    tables = [_measure_classes(scores, kept) for kept in (slice(None), *leave_out_parts(clusters))]
+    parts = (slice(None), *leave_out_parts(clusters))
+    tables = [_measure_classes(scores, kept) for kept in parts]
     intervals = {
         name: compute_clustered_interval(values, clusters)
         for name, values in _list_proportions(scores).items()
@@ -243,10 +247,28 @@ def measure(
     averages = [_average(scores, table) for table in tables]
     for name in averages[0]:
         intervals[name] = bound_rate([each[name] for each in averages], step)
+    # ten numbers are digits
+    are_grades = 2 < len(class_names) < 10 and all(map(str.isdecimal, class_names))
+    if not scores.is_multilabel and (is_ordered or are_grades):
+        kappas = np.array([_compute_kappa(scores, kept) for kept in parts])
+        metrics["quadratic_kappa"] = kappas[0]
+        # as a rate from 0 to 1, whereas a kappa is −1 at worst
+        low, high = bound_rate(((1 + kappas) / 2).tolist(), step)
+        intervals["quadratic_kappa"] = (2 * low - 1, 2 * high - 1)
     rows = [
         _build_row(scores, place, name, clusters, tables) for place, name in enumerate(class_names)
     ]
     return Measures(metrics, intervals, rows)
+
+
+def _compute_kappa(scores: Scores, kept: Bools | slice) -> float:
+    """Compute the quadratic weighted kappa; NaN if all images have and get one class."""
+    labels, predicted = scores.labels[kept], scores.predicted[kept]
+    # mean square of the difference between any image's class and any other's prediction
+    by_chance = labels.var() + predicted.var() + (labels.mean() - predicted.mean()) ** 2
+    if by_chance == 0:
+        return np.nan
+    return float(1 - ((labels - predicted) ** 2).mean() / by_chance)
 
 
 def find_known(value: float) -> float | None:
@@ -287,22 +309,18 @@ def compute_areas(labels: Bools, probabilities: Floats) -> tuple[float, float]:
     """Compute the average precision and the area under the ROC curve of one label, as scikit-learn
     does, but in a tenth of its time: the jackknife needs them 50 times for each label. NaN if no
     image has the label, and for the area if every image has it."""
-    num_positive = int(labels.sum())
-    num_others = len(labels) - num_positive
-    if not num_positive:
+    others, chosen = np.sort(probabilities[~labels]), np.sort(probabilities[labels])
+    if not len(chosen):
         return np.nan, np.nan
-    # scipy's ranks, without the time that its import takes
-    ordered, chosen = np.sort(probabilities), probabilities[labels]
-    below = np.searchsorted(ordered, chosen)
-    # images of at least the same probability: all of them, and those that have the label
-    ranks = len(labels) - below
-    precision = float(((num_positive - np.searchsorted(np.sort(chosen), chosen)) / ranks).mean())
-    if not num_others:
+    # images of at least the same probability, without and with the label
+    alarms = len(others) - np.searchsorted(others, chosen)
+    hits = len(chosen) - np.searchsorted(chosen, chosen)
+    precision = float((hits / (hits + alarms)).mean())
+    if not len(others):
         return precision, np.nan
-    # Mann and Whitney's statistic
-    mean_ranks = (below + np.searchsorted(ordered, chosen, "right") + 1) / 2
-    above = mean_ranks.sum() - num_positive * (num_positive + 1) / 2
-    return precision, float(above / (num_positive * num_others))
+    # Mann and Whitney's statistic: an equal probability counts as half below
+    above = len(others) - np.searchsorted(others, chosen, "right")
+    return precision, float(1 - (alarms + above).mean() / (2 * len(others)))
 
 
 def _average(scores: Scores, table: dict[str, Floats]) -> dict[str, float]:

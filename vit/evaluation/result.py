@@ -32,6 +32,7 @@ EVALUATION_FILE = "evaluation.json"
 # metric → its name for readers
 _TITLES = {
     "top1": "Top-1 accuracy",
+    "quadratic_kappa": "Quadratic weighted kappa",
     "top5": "Top-5 accuracy",
     "map": "Mean average precision",
     "roc_auc": "ROC AUC, mean of the labels",
@@ -110,10 +111,10 @@ class Evaluation(BaseModel):
     def list_rows(self) -> list[tuple[str, str, str]]:
         """Return title, value and 95 % interval of each metric as tables for people show them."""
         shown = [
-            (_TITLES[name], value, self.intervals.get(name))
-            for name, value in self.metrics.items()
+            (title, self.metrics[name], self.intervals.get(name))
+            for name, title in _TITLES.items()
             # five of few classes are most of them
-            if name != "top5" or len(self.per_class) >= 10
+            if name in self.metrics and (name != "top5" or len(self.per_class) >= 10)
         ]
         # a model of two classes is quoted by its curves, too
         if row := self.one_against_rest:
@@ -129,6 +130,9 @@ class Evaluation(BaseModel):
             interval = ""
             if value is not None and bounds:
                 text, interval = self._percent(value), format_interval(bounds, self.num_images)
+                # it is no fraction, and may be negative
+                if "kappa" in title:
+                    text, interval = f"{value:.2f}", "{:.2f} to {:.2f}".format(*bounds)
             rows.append((title, text, interval))
         return rows
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from vit.data.dataset import ImageDataset, printable
+from vit.evaluation.images import EvaluationSet
 from vit.evaluation.intervals import Interval
 from vit.evaluation.metrics import Scores, find_known, measure
 from vit.runtime.arguments import shorten
@@ -40,6 +41,14 @@ def read_values(dataset: ImageDataset, column: str) -> dict[str, str]:
             f" {_MAX_VALUES}; add a column of fewer, such as ranges"
         )
     return values
+
+
+def tells_class(values: Sequence[str], images: EvaluationSet) -> bool:
+    """Return true if all images with a value of a column have one class, as with a scanner for each
+    class, and the mean value has more than two groups."""
+    pairs = {pair for pair in zip(values, map(str, images.labels), strict=True) if pair[0]}
+    is_one_each = len(pairs) == len(dict(pairs)) and 2 * len(pairs) < images.num_groups
+    return is_one_each and len(set(dict(pairs).values())) > 1
 
 
 def measure_subgroups(

@@ -5,7 +5,6 @@ its probability. The one output of a model (regression, or a binary classifier w
 the result of a function of the outputs are taken as they are.
 """
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +16,12 @@ from torch import Tensor, nn
 
 from vit.bundle import Bundle
 from vit.model.model_info import find_problem_type
-from vit.prediction.decision import compute_probabilities, decide_labels, rank_classes
+from vit.prediction.decision import (
+    compute_probabilities,
+    decide_labels,
+    find_class,
+    rank_classes,
+)
 from vit.prediction.probabilities import Floats
 from vit.runtime.arguments import shorten
 from vit.runtime.tensors import Logits
@@ -174,17 +178,17 @@ def build_target(
     if isinstance(target, list | tuple):
         if num_images not in (None, len(target)):
             raise ValueError(f"there are {len(target)} targets for {num_images} images")
-        return found.with_classes(torch.tensor([_find_class(one, class_names) for one in target]))
+        return found.with_classes(torch.tensor([find_class(one, class_names) for one in target]))
 
     # a class may have such a name itself
     if target not in class_names:
         first, minus, second = str(target).partition(_MINUS)
         if minus and kind != "numbers":
-            pair = (torch.tensor(_find_class(side, class_names)) for side in (first, second))
+            pair = (torch.tensor(find_class(side, class_names)) for side in (first, second))
             return build_difference(class_names, *pair)
         if target == "auto" and (kind != "numbers" or len(class_names) == 1):
             return found
-    return found.with_classes(torch.tensor(_find_class(target, class_names)))
+    return found.with_classes(torch.tensor(find_class(target, class_names)))
 
 
 def build_difference(
@@ -210,30 +214,3 @@ def _apply(function: Callable[[Tensor], Any], logits: Logits, classes: Classes) 
             "as lambda logits: logits[:, 0] does"
         )
     return values
-
-
-def _find_class(target: Any, class_names: Sequence[str]) -> int:
-    """Find the index of a class by its name, its index or one of its synonyms. A number is an
-    index; a text of digits is a name if a class is called by a number."""
-    if target in class_names:
-        return class_names.index(target)
-    name = str(target)
-    are_numbers = any(class_name.isdecimal() for class_name in class_names)
-    is_index = name.isdecimal() and not (are_numbers and isinstance(target, str))
-    if is_index and int(name) < len(class_names):
-        return int(name)
-    # ImageNet's classes have synonyms, separated by commas; case doesn't matter
-    wanted = name.casefold()
-    names = [one.casefold() for one in class_names]
-    matches = [
-        index for index, one in enumerate(names) if wanted in (one, *re.split(r"\s*,\s*", one))
-    ]
-    if len(matches) == 1:
-        return matches[0]
-    if matches:
-        choices = "; ".join(f"{index} ({class_names[index]})" for index in matches)
-        raise ValueError(f"class {target!r} is not unique: {choices}; give the index")
-    indices = "" if are_numbers else f"0 to {len(class_names) - 1} or "
-    raise ValueError(
-        f"unknown class {target!r}; known: {shorten(indices + ', '.join(class_names))}"
-    )

@@ -94,7 +94,13 @@ class BatchPredictor:
         )
         return cast(Float32s, logits.numpy())
 
-    def predict_with_features(self, read: Read, *, count: int) -> tuple[Float32s, Float32s]:
+    def predict_with_features(
+        self,
+        read: Read,
+        *,
+        count: int,
+        on_progress: Callable[[int], object] = lambda done: None,
+    ) -> tuple[Float32s, Float32s]:
         """Compute the logits [count, num_classes] and the pooled features [count, D] that the head
         reads, which are those of the image alone; `count_features` is their width D."""
 
@@ -105,7 +111,8 @@ class BatchPredictor:
             return torch.cat([logits[:, : self.num_classes], features], dim=1)
 
         width = self.num_classes + count_features(self.model)
-        results = self.compute(compute_batch, read, shape=(count, width)).numpy()
+        shape = (count, width)
+        results = self.compute(compute_batch, read, shape=shape, on_progress=on_progress).numpy()
         return results[:, : self.num_classes], results[:, self.num_classes :]
 
     @torch.inference_mode()

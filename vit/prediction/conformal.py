@@ -60,8 +60,7 @@ def predict_sets(bundle: Bundle, logits: Float32s) -> list[list[str]] | list[Non
     sets = []
     for rows in chunk_rows(logits):
         for row in np.exp(compute_log_probabilities(logits[rows], 1.0)):
-            chosen = np.flatnonzero(row >= threshold)
-            chosen = chosen[np.argsort(-row[chosen], kind="stable")]
+            chosen = np.argsort(-row, kind="stable")[: np.count_nonzero(row >= threshold)]
             sets.append([bundle.class_names[index] for index in chosen])
     return sets
 

@@ -1,8 +1,9 @@
 """Probabilities of classes or labels, and what a model predicts by them: the most probable class,
 or the labels of at least 50 %. An operating point in the model file sets other thresholds."""
 
-from collections.abc import Iterator
-from typing import NamedTuple
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -14,19 +15,31 @@ from vit.runtime.arguments import shorten
 THRESHOLD = 0.5
 
 
-class ClassThreshold(NamedTuple):
-    """The class that is predicted from some probability on, against the rest."""
-
-    place: int
-    probability: float
-
-    def decide(self, probabilities: Floats) -> Ints:
-        """Return the index of each image's predicted class, [n]: this class where it reaches its
-        probability, and the most probable of the others where it doesn't."""
-        others = probabilities.copy()
-        others[:, self.place] = -1
-        is_reached = probabilities[:, self.place] >= self.probability
-        return np.where(is_reached, self.place, others.argmax(axis=1))
+def find_class(target: Any, class_names: Sequence[str]) -> int:
+    """Find the index of a class by its name, its index or one of its synonyms. A number is an
+    index; a text of digits is a name if a class is called by a number."""
+    if target in class_names:
+        return class_names.index(target)
+    name = str(target)
+    are_numbers = any(class_name.isdecimal() for class_name in class_names)
+    is_index = name.isdecimal() and not (are_numbers and isinstance(target, str))
+    if is_index and int(name) < len(class_names):
+        return int(name)
+    # ImageNet's classes have synonyms, separated by commas; case doesn't matter
+    wanted = name.casefold()
+    names = [one.casefold() for one in class_names]
+    matches = [
+        index for index, one in enumerate(names) if wanted in (one, *re.split(r"\s*,\s*", one))
+    ]
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        choices = "; ".join(f"{index} ({class_names[index]})" for index in matches)
+        raise ValueError(f"class {target!r} is not unique: {choices}; give the index")
+    indices = "" if are_numbers else f"0 to {len(class_names) - 1} or "
+    raise ValueError(
+        f"unknown class {target!r}; known: {shorten(indices + ', '.join(class_names))}"
+    )
 
 
 def compute_probabilities(bundle: Bundle, logits: Float32s) -> Floats:
@@ -39,29 +52,26 @@ def compute_probabilities(bundle: Bundle, logits: Float32s) -> Floats:
 
 
 def read_thresholds(bundle: Bundle) -> Floats:
-    """Return the probability from which each label of a model counts as predicted, [C]."""
+    """Return the probability from which each label or class of a model is predicted, [C]; NaN for a
+    class that is predicted if it is the most probable one."""
     chosen = bundle.operating_point.get("thresholds", {})
-    return np.array([chosen.get(name, THRESHOLD) for name in bundle.class_names])
-
-
-def read_class_threshold(bundle: Bundle) -> ClassThreshold | None:
-    """Return the operating point of a model of one class an image; None without one."""
-    if bundle.is_multilabel or not bundle.operating_point:
-        return None
-    ((name, probability),) = bundle.operating_point["thresholds"].items()
-    return ClassThreshold(bundle.class_names.index(name), float(probability))
+    usual = THRESHOLD if bundle.is_multilabel else np.nan
+    return np.array([chosen.get(name, usual) for name in bundle.class_names])
 
 
 def decide_labels(bundle: Bundle, probabilities: Floats) -> Bools:
     """Decide which labels each image has, [n, C], by the probability of each label, [n, C]."""
-    reached: Bools = probabilities >= read_thresholds(bundle)
-    return reached
+    return np.greater_equal(probabilities, read_thresholds(bundle))
 
 
-def decide_classes(bundle: Bundle, probabilities: Floats) -> Ints:
-    """Decide the class of each image, [n], by the probability of each class, [n, C]."""
-    threshold = read_class_threshold(bundle)
-    return probabilities.argmax(axis=1) if threshold is None else threshold.decide(probabilities)
+def decide_classes(thresholds: Floats, probabilities: Floats) -> Ints:
+    """Decide the class of each image, [n], by the probability of each class, [n, C]: the one that
+    reaches its threshold, [C], otherwise the most probable of those without one."""
+    order = probabilities.copy()
+    has_point = ~np.isnan(thresholds)
+    is_reached = probabilities[:, has_point] >= thresholds[has_point]
+    order[:, has_point] = np.where(is_reached, np.inf, -1)
+    return np.asarray(order.argmax(axis=1))
 
 
 def rank_classes(bundle: Bundle, probabilities: Floats) -> Iterator[list[int]]:
@@ -69,7 +79,9 @@ def rank_classes(bundle: Bundle, probabilities: Floats) -> Iterator[list[int]]:
     the class that it predicts comes first."""
     order = probabilities.copy()
     if not bundle.is_multilabel:
-        order[np.arange(len(order)), decide_classes(bundle, probabilities)] = np.inf
+        order[np.arange(len(order)), decide_classes(read_thresholds(bundle), probabilities)] = (
+            np.inf
+        )
     # a stable order: of equally probable classes the first one comes first
     return (np.argsort(-row, kind="stable").tolist() for row in order)
 

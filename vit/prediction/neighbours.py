@@ -21,7 +21,7 @@ def find_nearest(features: Features, references: Features, count: int) -> tuple[
     where there are fewer."""
     queries, units = (torch.from_numpy(normalize_rows(each)) for each in (features, references))
     count = min(count, len(units))
-    rows = max(1, _BLOCK // len(units))
+    rows = max(1, _BLOCK // max(1, len(units)))
     indices, nearest = [], []
     # at least one block: an empty batch gives empty results
     for start in range(0, max(len(queries), 1), rows):

@@ -1,9 +1,9 @@
 """Class probabilities and features of any images: `vit.predict` and `vit.embed`."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from PIL import Image
@@ -17,6 +17,7 @@ from vit.prediction.predictor import Predictor, decode_batches
 from vit.prediction.probabilities import Float32s
 from vit.prediction.records import Prediction, PredictionResult, write_output
 from vit.runtime.arguments import check_minimum
+from vit.runtime.documents import escape_formula
 from vit.runtime.files import expand_home
 
 
@@ -25,7 +26,9 @@ def predict(
     model: Models,
     images: ImageInputs,
     *,
+    classes: str | Sequence[str] = (),
     top_k: int = 5,
+    columns: Literal["answers", "classes"] = "answers",
     output: str | Path | None = None,
     resume: bool = False,
     batch_size: int = 64,
@@ -39,7 +42,11 @@ def predict(
         images: Files, folders, PIL images, uint8 arrays [H, W, 3] or
             [n, H, W, 3], or one of them; also tables that name images, and
             data sets in Python. Labels aren't needed.
+        classes: The only classes that can occur, such as cat,dog, which share
+            the probability; or labels. None: all.
         top_k: Classes for each image.
+        columns: Columns of FILE.csv: answers, or classes: the image as its
+            table names it, and the probability of each class.
         output: File to write as predictions are made: FILE.jsonl or FILE.csv.
             The result then holds no predictions.
         resume: Go on with the `output` of a command that was stopped, JSON
@@ -66,6 +73,8 @@ def predict(
         images,
         output=output,
         resume=resume,
+        columns=columns,
+        classes=classes,
         top_k=top_k,
         batch_size=batch_size,
         device=device,
@@ -88,7 +97,7 @@ def list_inputs(images: ImageInputs) -> Iterator[tuple[str, str | Image.Image]]:
 def _list_one(images: ImageInputs, *, in_list: bool = False) -> Iterator[str | Image.Image]:
     """List the images that a table names, whether it has labels or not, or those of `list_images`."""
     if isinstance(images, str | Path) and is_table(expand_home(images)):
-        return list_rows(expand_home(images))
+        return (file for _, file in list_rows(expand_home(images))[1])
     return list_images([images] if in_list else images)
 
 
@@ -98,16 +107,26 @@ def iterate_predictions(
     *,
     output: str | Path | None = None,
     resume: bool = False,
+    columns: str = "answers",
     **options: Any,
 ) -> Iterator[Prediction]:
     """Yield the predictions of `predict`, for any number of images: one batch is in memory."""
     if resume and output is None:
         raise ValueError("--resume goes on in a file; name it with --output")
-    items, predict_items = list_inputs(images), Predictor(model, **options).predict_items
+    items, predictor = list_inputs(images), Predictor(model, **options)
+    header: list[str] = []
+    if columns == "classes":
+        if Path(output or "").suffix != ".csv":
+            raise ValueError("--columns classes writes a table; name it with --output FILE.csv")
+        header = ["path", *predictor.bundle.class_names]
+        if isinstance(images, str | Path) and is_table(expand_home(images)):
+            header[0], items = list_rows(expand_home(images))
+        else:
+            items = ((escape_formula(name), image) for name, image in items)
     if output is None:
-        yield from predict_items(items)
+        yield from predictor.predict_items(items)
     else:
-        yield from write_output(output, items, predict_items, resume=resume)
+        yield from write_output(output, items, predictor.predict_items, header, resume=resume)
 
 
 @keeps_mode

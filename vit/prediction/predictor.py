@@ -18,10 +18,16 @@ from vit.data.images import open_pixels, read_image
 from vit.data.preprocess import Preprocess
 from vit.prediction.batch_predictor import BatchPredictor, Pixels, read_from
 from vit.prediction.conformal import compute_p_values, predict_sets
-from vit.prediction.decision import compute_probabilities, decide_labels, rank_classes
+from vit.prediction.decision import (
+    compute_probabilities,
+    decide_labels,
+    find_class,
+    rank_classes,
+)
 from vit.prediction.neighbours import compute_distances
+from vit.prediction.probabilities import Bools
 from vit.prediction.records import COLUMNS, Prediction
-from vit.runtime.arguments import check_minimum
+from vit.runtime.arguments import as_tuple, check_minimum
 
 # name of a column → an array with an entry for each image
 Columns = dict[str, Any]
@@ -40,6 +46,7 @@ class Predictor:
 
     Args:
         model: See `vit.evaluate`; or several, whose probabilities are averaged.
+        classes: See `vit.predict`.
         top_k: Classes of each prediction of `predict_items`.
         batch_size: Images in a forward pass.
         device: See `vit.evaluate`.
@@ -59,6 +66,7 @@ class Predictor:
         self,
         model: Models,
         *,
+        classes: str | Sequence[str] = (),
         top_k: int = 5,
         batch_size: int = 64,
         device: str = "auto",
@@ -66,6 +74,7 @@ class Predictor:
     ) -> None:
         check_minimum(1, top_k=top_k, batch_size=batch_size)
         self.model = model
+        self.classes = as_tuple(classes)
         self.top_k = top_k
         self.batch_size = batch_size
         self.device = device
@@ -82,6 +91,15 @@ class Predictor:
         bundle = open_model(self.model, device=self.device)
         require_classifier(bundle)
         return bundle
+
+    @cached_property
+    def is_possible(self) -> Bools:
+        """True for the classes that can be predicted, [C]."""
+        names = self.bundle.class_names
+        if self.classes and self.bundle.operating_point and not self.bundle.is_multilabel:
+            raise ValueError("classes can't be chosen: the operating point is for all of them")
+        places = [find_class(name, names) for name in self.classes] or range(len(names))
+        return np.isin(range(len(names)), places)
 
     @cached_property
     def batch_predictor(self) -> BatchPredictor:
@@ -117,24 +135,22 @@ class Predictor:
         for name in ("probability", "p_value"):
             # None becomes NaN
             columns[name] = columns[name].astype(float)
-        missing = np.full(len(self.bundle.class_names), np.nan)
-        matrix = [
-            missing if row.probabilities is None else row.probabilities for row in predictions
-        ]
-        columns["probabilities"] = np.array(matrix, np.float32).reshape(-1, len(missing))
+        shape = (len(rows), len(self.bundle.class_names))
+        columns["probabilities"] = np.reshape([row.probabilities for row in predictions], shape)
         # the caller joins the rows with its own by the other columns
         return {**columns, **others}
 
     def predict_items(self, items: Iterable[tuple[str, Any]]) -> Iterator[Prediction]:
         """Yield the prediction of each image, in order, while one batch is in memory. Items are the
         name of each image, and its path, encoded bytes, PIL image or array."""
+        missing = np.full(len(self.bundle.class_names), np.nan, np.float32)
         for batch in decode_batches(items, self.bundle.preprocess, self.batch_size):
             predictions = self.predict_pixels(
                 [(name, pixels) for name, pixels in batch if not isinstance(pixels, str)]
             )
             for name, pixels in batch:
                 if isinstance(pixels, str):
-                    yield Prediction(name, [], error=pixels)
+                    yield Prediction(name, [], error=pixels, probabilities=missing)
                 else:
                     yield next(predictions)
 
@@ -150,6 +166,7 @@ class Predictor:
             distances = compute_distances(features, bundle.likeness.training_features)
             held_out = bundle.likeness.distances.astype(np.float64)
             p_values = compute_p_values(distances, held_out).tolist()
+        logits = np.where(self.is_possible, logits, -np.inf)
         # the temperature changes probabilities, but neither the order of classes nor the sets
         probabilities = compute_probabilities(bundle, logits)
         sets = predict_sets(bundle, logits)
@@ -163,6 +180,7 @@ class Predictor:
                 [
                     (index, names[index], float(probabilities[row, index]))
                     for index in ranked[: self.top_k]
+                    if self.is_possible[index]
                 ],
                 prediction_set=sets[row],
                 p_value=p_values[row],

@@ -3,7 +3,7 @@
 import csv
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -45,7 +45,7 @@ class Prediction:
             far from the training images. None if the model file can't tell.
         labels: Names of the labels that the image is predicted to have, the most probable first;
             None for a model of one class an image.
-        probabilities: Probability of every class, float32 [C].
+        probabilities: Probability of every class, float32 [C]; NaN for an image that can't be read.
     """
 
     path: str
@@ -54,7 +54,7 @@ class Prediction:
     prediction_set: list[str] | None = None
     p_value: float | None = None
     labels: list[str] | None = None
-    probabilities: Float32s | None = field(default=None, compare=False, repr=False)
+    probabilities: Sequence[Any] | Float32s = field(default=(), compare=False, repr=False)
 
     @property
     def note(self) -> str:
@@ -122,7 +122,7 @@ class PredictionResult(Result):
 
 
 def write_predictions(
-    predictions: Iterable[Prediction], *, file: IO[str], kind: str
+    predictions: Iterable[Prediction], *, file: IO[str], kind: str, header: Sequence[str] = ()
 ) -> Iterator[Prediction]:
     """Write a line for each prediction, and yield the prediction once it is written.
 
@@ -131,15 +131,19 @@ def write_predictions(
             escaped. "csv": `COLUMNS`, with � for control characters, an apostrophe where a
             spreadsheet would see a formula, and bars between several names. "table": lines for a
             reader, with the path whole, so that it can be copied.
+        header: Columns of CSV instead: the image, and the probability of each class.
     """
     # without carriage returns, so that command-line tools can read the last column
-    table = csv.DictWriter(file, COLUMNS, extrasaction="ignore", lineterminator="\n")
+    table = csv.writer(file, lineterminator="\n")
     if kind == "csv":
-        table.writeheader()
+        table.writerow(map(_format_cell, header or COLUMNS))
     for prediction in predictions:
-        if kind == "csv":
-            cells = prediction.to_dict().items()
-            table.writerow({name: _format_cell(value) for name, value in cells})
+        if header:
+            # an id of a table stays as it is there
+            table.writerow([prediction.path, *prediction.probabilities])
+        elif kind == "csv":
+            cells = prediction.to_dict()
+            table.writerow(_format_cell(cells.get(name)) for name in COLUMNS)
         elif kind == "table":
             file.write(f"{_format_line(prediction)}\n")
         else:
@@ -172,6 +176,7 @@ def write_output(
     path: str | Path,
     items: Items,
     predict: Callable[[Items], Iterable[Prediction]],
+    header: Sequence[str] = (),
     *,
     resume: bool = False,
 ) -> Iterator[Prediction]:
@@ -195,7 +200,8 @@ def write_output(
     # a line is written whole, at once; a second process finds the file
     mode = "a" if resume else "x"
     with path.open(mode, encoding="utf-8", errors="surrogateescape", buffering=1) as file:
-        yield from write_predictions(predict(items), file=file, kind=path.suffix[1:])
+        kind = path.suffix[1:]
+        yield from write_predictions(predict(items), file=file, kind=kind, header=header)
 
 
 def _skip(path: Path, items: Items) -> None:

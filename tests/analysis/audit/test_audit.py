@@ -6,7 +6,8 @@ from cleanlab.filter import find_label_issues
 from sklearn.datasets import load_digits
 from sklearn.kernel_approximation import Nystroem
 
-from vit.analysis.audit.suspects import find_label_errors, predict_out_of_fold
+from vit.analysis.audit.suspects import find_label_errors, find_unusual, predict_out_of_fold
+from vit.training.folds import assign_folds
 
 
 def mark(labels: np.ndarray, num_classes: int) -> np.ndarray:
@@ -25,9 +26,8 @@ def test_planted_errors_of_digits_are_found() -> None:
         noisy = labels.copy()
         noisy[swapped] = (labels[swapped] + rng.integers(1, 10, 90)) % 10
         given = mark(noisy, 10)
-        probabilities = predict_out_of_fold(
-            features, given, np.arange(len(labels)), is_multilabel=False
-        )
+        folds = assign_folds(noisy)
+        probabilities = predict_out_of_fold(features, given, folds, is_multilabel=False)
         errors = find_label_errors(probabilities, given, is_multilabel=False)
         suspects = np.array([row for row, _, _ in errors])
         is_right = np.isin(suspects, swapped)
@@ -53,7 +53,7 @@ def test_flipped_labels_are_found_as_cleanlab_finds_them() -> None:
     noisy[flipped] = ~noisy[flipped]
     # a label of no image can't be examined
     noisy = np.concatenate([noisy.reshape(marks.shape), np.zeros((800, 1), dtype=bool)], axis=1)
-    probabilities = predict_out_of_fold(features, noisy, np.arange(800), is_multilabel=True)
+    probabilities = predict_out_of_fold(features, noisy, assign_folds(noisy), is_multilabel=True)
     errors = find_label_errors(probabilities, noisy, is_multilabel=True)
     found = {
         (row, int(label))
@@ -76,14 +76,27 @@ def test_no_image_is_judged_by_a_classifier_that_saw_its_group(several: bool) ->
     """Features that mean nothing are of no use to a classifier that did not see the image."""
     rng = np.random.default_rng(0)
     features = np.repeat(rng.normal(size=(200, 300)), 2, axis=0).astype(np.float32)
-    groups = np.repeat(np.arange(200), 2)
+    groups = [str(number) for number in range(200) for _ in range(2)]
     labels = np.repeat(rng.integers(2, size=200), 2)
     given = mark(labels, 2)
     if several:
         given = np.stack([labels == 1, np.repeat(rng.random(200) < 0.5, 2)], axis=1)
-    found = predict_out_of_fold(features, given, groups, is_multilabel=several)
+    folds = assign_folds(given if several else labels, groups)
+    found = predict_out_of_fold(features, given, folds, is_multilabel=several)
     right = (found >= 0.5) == given
     assert abs(right.mean() - 0.5) < 0.12
     # images apart from their copies are known by them
-    apart = predict_out_of_fold(features, given, np.arange(400), is_multilabel=several)
+    folds = assign_folds(given if several else labels)
+    apart = predict_out_of_fold(features, given, folds, is_multilabel=several)
     assert ((apart >= 0.5) == given).mean() > 0.9
+
+
+def test_images_of_no_class_are_unusual_though_they_have_copies() -> None:
+    rng = np.random.default_rng(0)
+    centres = 5 * rng.normal(size=(2, 32)).repeat(100, axis=0)
+    odd = 5 * rng.normal(size=(4, 32)).repeat(2, axis=0)
+    features = np.concatenate([centres, odd]) + 0.5 * rng.normal(size=(208, 32))
+    distances, is_unusual = find_unusual(features.astype(np.float32))
+    assert set(np.argsort(distances)[-8:]) == set(range(200, 208))
+    assert is_unusual[200:].all()
+    assert is_unusual[:200].mean() <= 0.01

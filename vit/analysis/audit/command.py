@@ -1,4 +1,4 @@
-"""`vit audit`: likely label errors and near-duplicates of a data set."""
+"""`vit audit`: likely label errors, unusual images and near-duplicates of a data set."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from vit.runtime.numbers import format_percent
 
 
 def audit(result: Any, output: Path) -> None:
-    """Find wrong labels and near-duplicates.
+    """Find wrong labels, unusual images and near-duplicates.
 
     Writes audit.json and audit.html, a page to accept or reject each suspect. It saves
     corrections.csv for vit train IMAGES data.corrections=corrections.csv. No image is changed. It
@@ -29,6 +29,9 @@ def audit(result: Any, output: Path) -> None:
     if found.not_examined:
         names = ", ".join(found.not_examined)
         echo(f"labels of {names} are not examined: all images of a class are one group")
+    echo(f"{found.num_unusual} unusual images; the farthest from the others")
+    for path, label, distance in found.unusual[:5]:
+        echo(f"  {path}: {label}, distance {distance:.2f}")
     echo(f"{len(found.near_duplicates)} near-duplicates, {between} of them with different labels")
     for name, reason in found.unreadable[:5]:
         echo(f"skipped {name}: {reason}", color="yellow")

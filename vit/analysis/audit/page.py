@@ -1,4 +1,5 @@
-"""The page of an audit: one HTML file that shows each suspect with its photo and nearest images.
+"""The page of an audit: one HTML file that shows each suspect with its photo and nearest images,
+and the most unusual images.
 
 Suspects are accepted or rejected by keyboard, and the page saves corrections.csv.
 """
@@ -29,7 +30,8 @@ def build_audit_page(audit: Audit, images: ImageDataset) -> str:
     suspects = audit.label_errors[:_MAX_SUSPECTS]
     pairs = audit.near_duplicates[:_MAX_PAIRS]
     places = {printable(image_id): index for index, image_id in enumerate(images.ids)}
-    small = {path for pair in pairs for path in pair.paths}
+    unusual = audit.unusual[:_MAX_PAIRS]
+    small = {path for pair in pairs for path in pair.paths} | {path for path, *_ in unusual}
     for error in suspects:
         for near in audit.neighbours[error.path].values():
             small |= {path for path, _ in near}
@@ -42,6 +44,7 @@ def build_audit_page(audit: Audit, images: ImageDataset) -> str:
         "model": name_model(audit.model),
         "top1": format_percent(audit.top1, audit.num_images),
         "suspects": [asdict(error) for error in suspects],
+        "unusual": unusual,
         "pairs": pairs,
         "photos": encode((error.path for error in suspects), _SIDE),
         "thumbnails": encode(small, _THUMBNAIL_SIDE),

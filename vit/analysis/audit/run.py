@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,7 @@ from vit.data.dataset import ImageDataset, ImageRule
 from vit.data.open import open_for_model, open_passed
 from vit.data.statistics import measure_value_range
 from vit.evaluation.images import check_data
-from vit.model.logits import PRE_LOGITS
-from vit.model.vision_transformer import VisionTransformer
-from vit.prediction.batch_predictor import BatchPredictor, compute_features
+from vit.prediction.batch_predictor import BatchPredictor, read_dataset
 from vit.runtime.arguments import check_minimum
 from vit.runtime.files import FileContent, Result, format_json
 from vit.runtime.progress import show_progress
@@ -54,7 +53,7 @@ def audit(
     device: str = "auto",
     precision: str = "auto",
 ) -> AuditResult:
-    """Look for likely label errors and near-duplicates.
+    """Look for likely label errors, unusual images and near-duplicates.
 
     Args:
         data: A data set's name, a folder with a folder for each class, a
@@ -130,12 +129,10 @@ def audit(
         max_unreadable_fraction=1,
     )
     predictor = BatchPredictor.from_bundle(bundle, batch_size=batch_size, precision=precision)
-    features = compute_features(predictor, images)
-    # the features that the head of the model reads
-    readout = PRE_LOGITS
-    if isinstance(bundle.model, VisionTransformer):
-        readout = (len(bundle.model.blocks), bundle.model.global_pool)
+    read = partial(read_dataset, images, preprocess)
+    with show_progress("features", len(images)) as advance:
+        features = predictor.predict_with_features(read, count=len(images), on_progress=advance)[1]
     names = {"data": splits.title, "model": bundle.name, "model_sha256": bundle.sha256}
     with show_progress("comparing images"):
-        found = audit_images(images, features[readout].numpy(), **names)
+        found = audit_images(images, features, **names)
     return AuditResult(found, images)

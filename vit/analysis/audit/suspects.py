@@ -1,4 +1,4 @@
-"""Look for problems in labelled images: wrong labels and near-duplicates.
+"""Look for problems in labelled images: wrong labels, unusual images and near-duplicates.
 
 Only a linear classifier is trained, on the features of a model. Label errors come from cleanlab
 (Northcutt et al. 2021, "Confident learning: estimating uncertainty in dataset labels").
@@ -17,12 +17,16 @@ from vit.data.corrections import SEPARATOR
 from vit.data.dataset import ImageDataset, printable
 from vit.data.duplicates import find_pairs
 from vit.data.groups import join_duplicates
-from vit.data.label_sets import number_label_sets
-from vit.prediction.neighbours import find_nearest
+from vit.prediction.neighbours import compute_distances, find_nearest
 from vit.prediction.probabilities import Bools, Float32s, Floats, Ints
+from vit.training.folds import assign_folds
 
-_NUM_FOLDS = 5
 _NUM_NEIGHBOURS = 5
+# unusual images that are listed even if none is flagged
+_MIN_UNUSUAL = 50
+# Interquartile ranges above the third quartile from which a distance is unusual, as it is of about
+# 1 % of the images of CIFAR-10 and Imagenette.
+_FENCE = 2.5
 
 # path of a near image, and the cosine of the features
 Neighbours = Sequence[tuple[str, float]]
@@ -61,6 +65,8 @@ class Audit:
     """Possible problems of a data set, the most likely first.
 
     Attributes:
+        unusual: Images that may belong to no class, the `num_unusual` flagged ones and at least 50:
+            path, label and distance. See `find_unusual`.
         top1: Out-of-fold accuracy of the linear classifier, which says how good the features are;
             for several labels, the share of images of which all are right.
         not_examined: Classes whose labels are not examined: all their images are copies of one
@@ -73,6 +79,8 @@ class Audit:
     """
 
     label_errors: list[LabelError]
+    unusual: list[tuple[str, str, float]]
+    num_unusual: int
     near_duplicates: list[NearDuplicate]
     top1: float
     num_images: int
@@ -111,22 +119,17 @@ def audit_images(
 
     # names and the order of the images don't matter: equal pixels are a group
     own_groups = dataset.groups or [f"{digest:016x}" for digest in dataset.digests.tolist()]
-    joined, *_ = join_duplicates(own_groups, dataset.strata, dataset.hashes, num_splits=2)
-    groups = np.unique(np.array(joined, dtype=object), return_inverse=True)[1]
-    is_examined = np.ones(len(dataset), bool)
-    if not dataset.is_multilabel:
-        # a class with one group would be missing wherever its images are left out
-        pairs = np.unique(np.stack([dataset.labels, groups]), axis=1)
-        is_examined = np.bincount(pairs[0])[dataset.labels] > 1
-        if len(np.unique(dataset.labels[is_examined])) < 2:
-            raise ValueError(
-                "an audit needs two classes, each with at least two different images, or two groups"
-            )
-    examined = np.flatnonzero(is_examined)
+    groups, *_ = join_duplicates(own_groups, dataset.strata, dataset.hashes, num_splits=2)
+    folds = assign_folds(dataset.labels, groups)
+    examined = np.flatnonzero(folds >= 0)
+    if len(np.unique(dataset.strata[examined])) < 2:
+        raise ValueError(
+            "an audit needs two classes, each with at least two different images, or two groups"
+        )
     probabilities = predict_out_of_fold(
         features[examined],
         marks[examined],
-        groups[examined],
+        folds[examined],
         is_multilabel=dataset.is_multilabel,
     )
     # [n, C], as the given marks
@@ -152,13 +155,18 @@ def audit_images(
     ]
     # Pairs of two classes come first, because one of the two labels is wrong.
     near_duplicates.sort(key=lambda pair: (pair.classes[0] == pair.classes[1], not pair.exact))
+    distances, is_unusual = find_unusual(features)
+    num_unusual = int(is_unusual.sum())
+    most = np.argsort(-distances, kind="stable")[: max(num_unusual, _MIN_UNUSUAL)]
     return Audit(
         label_errors=errors,
+        unusual=[(paths[place], texts[place], distances[place]) for place in most],
+        num_unusual=num_unusual,
         near_duplicates=near_duplicates,
         top1=float((predicted == marks[examined]).all(axis=1).mean()),
         num_images=len(dataset),
         class_names=names,
-        not_examined=sorted(set(compress(texts, ~is_examined))),
+        not_examined=sorted(set(compress(texts, folds < 0))),
         unreadable=[(printable(name), printable(text)) for name, text in dataset.unreadable],
         data=data,
         fingerprint=dataset.fingerprint,
@@ -173,42 +181,33 @@ def _join_names(row: Bools, names: Sequence[str]) -> str:
 
 
 def predict_out_of_fold(
-    features: Float32s, marks: Bools, groups: Ints, *, is_multilabel: bool
+    features: Float32s, marks: Bools, folds: Ints, *, is_multilabel: bool
 ) -> Floats:
-    """Predict each image by a logistic regression on the features, [n, D], that has seen no image
-    of its group, [n]; for several labels by one for each label against the rest.
+    """Predict each image by a logistic regression on the features, [n, D], of the other folds, [n];
+    for several labels by one for each label against the rest.
 
-    Each fold gets its share of the images of a class, or with equal marks, [n, C]. Return the
-    probability of each class or label, [n, C].
+    Return the probability of each class or label, [n, C], as the given marks.
     """
     # scikit-learn takes a second to import
     from sklearn.linear_model import LogisticRegression
-    from sklearn.model_selection import GroupKFold, StratifiedGroupKFold, cross_val_predict
+    from sklearn.model_selection import PredefinedSplit, cross_val_predict
     from sklearn.multiclass import OneVsRestClassifier
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
 
-    num_folds = min(_NUM_FOLDS, len(np.unique(groups)))
-    if num_folds < 2:
-        raise ValueError("an audit needs at least two different images, of two groups")
     regression = LogisticRegression(max_iter=500)
-    labels = strata = marks.argmax(axis=1)
+    labels = marks.argmax(axis=1)
     if is_multilabel:
         regression, labels = OneVsRestClassifier(regression), marks.astype(np.int64)
-        strata = number_label_sets(marks)
-    folds: Any = StratifiedGroupKFold(num_folds)
-    if np.bincount(strata).max() < num_folds:
-        folds = GroupKFold(num_folds)
     # Small classes aren't in all folds, which scikit-learn warns of. One thread, because several
     # wait for one another: with 10,000 images two took 20 times as long.
     with warnings.catch_warnings(), threadpool_limits(1):
         warnings.simplefilter("ignore")
-        splits = list(folds.split(features, strata, groups))
         found: Floats = cross_val_predict(
             make_pipeline(StandardScaler(), regression),
             features.astype(np.float64),
             labels,
-            cv=splits,
+            cv=PredefinedSplit(folds),
             method="predict_proba",
         )
     if is_multilabel:
@@ -249,14 +248,21 @@ def find_label_errors(
         suggested[is_suspect] = chosen[is_suspect].argmax(axis=1)[:, None] == np.arange(len(known))
         confidence[~given] = 1
     lowest = confidence.min(axis=1)
-    found = []
-    for row in np.argsort(lowest, kind="stable").tolist():
-        if (suggested[row] != given[row]).any():
-            # a class without images is neither given nor suggested
-            whole = marks[row].copy()
-            whole[known] = suggested[row]
-            found.append((row, whole, float(1 - lowest[row])))
-    return found
+    # a class without images is neither given nor suggested
+    whole = marks.copy()
+    whole[:, known] = suggested
+    order = np.argsort(lowest, kind="stable")
+    order = order[(whole != marks)[order].any(axis=1)]
+    return [(row, whole[row], float(1 - lowest[row])) for row in order.tolist()]
+
+
+def find_unusual(features: Float32s) -> tuple[Floats, Bools]:
+    """Compute how far each image is from the fourth-nearest other one, 1 minus the cosine, and which
+    distances are unusual, [n] each, by the features, [n, D]."""
+    # each image is its own nearest
+    distances = compute_distances(features, features) ** 2 / 2
+    low, high = np.quantile(distances, (0.25, 0.75))
+    return distances, distances > high + _FENCE * (high - low)
 
 
 def _find_nearest_with(
@@ -264,8 +270,6 @@ def _find_nearest_with(
 ) -> Neighbours:
     """Find the images with a label that are nearest to the image at `place`."""
     members = [other for other, of_other in enumerate(texts) if of_other == text and other != place]
-    if not members:
-        return []
     (places,), (cosines,) = find_nearest(features[[place]], features[members], _NUM_NEIGHBOURS)
     return [
         (paths[members[near]], cosine)

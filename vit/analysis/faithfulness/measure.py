@@ -32,7 +32,12 @@ from vit.explanation.methods.maps import (
 from vit.explanation.patch_removal import build_removal
 from vit.explanation.targets import CLASS, LABEL, Target
 from vit.prediction.batch_predictor import BatchPredictor, read_dataset
-from vit.prediction.decision import compute_probabilities, decide_classes, decide_labels
+from vit.prediction.decision import (
+    compute_probabilities,
+    decide_classes,
+    decide_labels,
+    read_thresholds,
+)
 from vit.prediction.probabilities import Bools, Float32s, Ints
 from vit.runtime.arguments import as_tuple, check_minimum
 from vit.runtime.device import choose_precision, copy_to_host, describe_device
@@ -209,7 +214,7 @@ def find_right(bundle: Bundle, logits: Float32s, labels: Ints | Bools) -> Ints:
     probable one that is."""
     probabilities = compute_probabilities(bundle, logits)
     if not bundle.is_multilabel:
-        predicted = decide_classes(bundle, probabilities)
+        predicted = decide_classes(read_thresholds(bundle), probabilities)
         return np.where(predicted == labels, predicted, -1)
     is_right = decide_labels(bundle, probabilities) & labels
     best: Ints = np.where(is_right, probabilities, -1).argmax(axis=1)

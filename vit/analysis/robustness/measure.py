@@ -12,7 +12,7 @@ import numpy as np
 from vit.bundle import ModelLike, keeps_mode, open_model
 from vit.evaluation.images import load_images, open_data
 from vit.prediction.batch_predictor import BatchPredictor, Pixels
-from vit.prediction.decision import compute_probabilities, decide_classes
+from vit.prediction.decision import compute_probabilities, decide_classes, read_thresholds
 from vit.runtime.arguments import check_minimum
 from vit.runtime.files import FileContent, Result, format_json
 from vit.runtime.progress import show_progress
@@ -86,7 +86,9 @@ def measure_robustness(
 
         def measure(read: Callable[[int, int], Pixels]) -> float:
             logits = predictor.predict(read, count=count, on_progress=advance)
-            predicted = decide_classes(bundle, compute_probabilities(bundle, logits))
+            predicted = decide_classes(
+                read_thresholds(bundle), compute_probabilities(bundle, logits)
+            )
             return float((predicted == images.labels).mean())
 
         top1 = measure(images.read)

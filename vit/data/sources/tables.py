@@ -211,17 +211,23 @@ def _read_label(row: Row, columns: Sequence[str], *, several: bool) -> str | tup
     return value
 
 
-def list_rows(path: Path) -> Iterator[str]:
-    """Yield the image file that each row of a table names; what is written where there is no such
-    file. Raises ValueError without a column of images."""
+def list_rows(path: Path) -> tuple[str, Iterator[tuple[str, str]]]:
+    """Return the column of a table that names images, and for each row what it says there and the
+    file, which may not exist. It has a known name, or is the first that finds an image. Raises
+    ValueError without such a column."""
     rows, _ = _read_table(path)
-    columns = [name for name in next(iter(rows.values())) if name.lower() in _PATHS]
-    if not columns:
-        raise ValueError(f"{path} has no column {', '.join(_PATHS)}; name one so")
     find_file = _make_finder(path.parent, list_below(path.parent))
-    for row in rows.values():
-        written = row[columns[0]]
+
+    def find(written: str) -> str:
         # reading the file names the fault
         with suppress(ValueError):
-            written = find_file(written)
-        yield os.path.join(path.parent, written)
+            return os.path.join(path.parent, find_file(written))
+        return os.path.join(path.parent, written)
+
+    first = next(iter(rows.values()))
+    columns = [name for name in first if name.lower() in _PATHS]
+    columns += [name for name in first if os.path.isfile(find(first[name]))]
+    if not columns:
+        raise ValueError(f"{path} has no column {', '.join(_PATHS)}; name one so")
+    written = [row[columns[0]] for row in rows.values()]
+    return columns[0], zip(written, map(find, written), strict=True)

@@ -16,7 +16,12 @@ from vit.explanation.methods.maps import compute_maps
 from vit.explanation.patch_removal import build_removal
 from vit.explanation.targets import LABEL, build_difference
 from vit.prediction.batch_predictor import Pixels
-from vit.prediction.decision import compute_probabilities, decide_classes, decide_labels
+from vit.prediction.decision import (
+    compute_probabilities,
+    decide_classes,
+    decide_labels,
+    read_thresholds,
+)
 from vit.runtime.device import copy_to_device
 
 # explains the difference of two logits, or one, by what the model computes
@@ -140,7 +145,7 @@ def _turn_answers(
         answers = decided[np.arange(len(found)), np.tile(places, len(counts))]
         is_turned = answers.reshape(len(counts), -1) == is_missed
     else:
-        answers = decide_classes(bundle, probabilities)
+        answers = decide_classes(read_thresholds(bundle), probabilities)
         is_turned = answers.reshape(len(counts), -1) != predicted
     contrasts = []
     for row, first in enumerate(is_turned.argmax(axis=0).tolist()):
