@@ -61,8 +61,8 @@ def test_folders_tables_and_parquet_give_the_rows_of_one_process(
                 assert "can't be read" in row["error"]
                 continue
             assert row["error"] is None
-            assert row["predicted"] == expected["predicted"][place]
-            probabilities = expected["probabilities"][place]
+            assert row["predicted"] == expected[place].predicted
+            probabilities = expected[place].probabilities
             np.testing.assert_allclose(row["probabilities"], probabilities, atol=1e-6)
 
 

@@ -3,7 +3,7 @@
     python docs/cluster/predict_on_ray.py MODEL IMAGES --output FOLDER [--resume]
 
 IMAGES is a folder, a table (.csv) or Parquet with a column `path` (and `image`, encoded), also at an
-address that Ray knows (s3://). Each image gets one row with the columns of `vit.Predictor`; with
+address that Ray knows (s3://). Each image gets one row with its answers and probabilities; with
 --resume, images that have a row are left out. It joins the cluster of RAY_ADDRESS or `ray start`;
 without one, Ray starts here. It needs pip install '.[ray]' in the clone of vit.
 """
@@ -22,20 +22,29 @@ from vit.data.images import IMAGE_SUFFIXES
 
 # cores of a worker without a GPU
 CORES = 4
-TEXTS = pa.list_(pa.string())
 # columns without a single value in some files
+TEXTS = pa.list_(pa.string())
 TYPES = {"predicted": pa.string(), "labels": TEXTS, "prediction_set": TEXTS, "error": pa.string()}
+NUMBERS = ("probability", "p_value")
 
 
 class Worker(vit.Predictor):
     """Predicts in a process of its own."""
 
     def __call__(self, rows: Any) -> pa.Table:
+        paths = list(map(str, rows.pop("path")))
+        images = rows.pop("image", paths)
+        found = list(self.predict_items(zip(paths, images, strict=True)))
+        answers = [prediction.to_dict() for prediction in found]
         columns = {
-            name: pa.array(list(values), TYPES.get(name), from_pandas=True)
-            for name, values in super().__call__(rows).items()
+            name: pa.array([answer.get(name) for answer in answers], kind)
+            for name, kind in {**TYPES, **dict.fromkeys(NUMBERS, pa.float64())}.items()
         }
-        return pa.table(columns)
+        columns["path"] = pa.array(paths)
+        probabilities = [prediction.probabilities for prediction in found]
+        columns["probabilities"] = pa.array(probabilities, pa.list_(pa.float32()))
+        # with the other columns of the table
+        return pa.table({**rows, **columns})
 
 
 def read_images(place: str, written: set[str]) -> ray.data.Dataset:

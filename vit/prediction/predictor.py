@@ -26,11 +26,9 @@ from vit.prediction.decision import (
 )
 from vit.prediction.neighbours import compute_distances
 from vit.prediction.probabilities import Bools
-from vit.prediction.records import COLUMNS, Prediction
+from vit.prediction.records import Prediction
 from vit.runtime.arguments import as_tuple, check_minimum
 
-# name of a column → an array with an entry for each image
-Columns = dict[str, Any]
 # threads that decode images; more would keep more large photos in memory
 _MIN_THREADS = 8
 # an image's name, and its pixels as the model sees it or why it can't be read
@@ -38,8 +36,8 @@ Decoded = tuple[str, Pixels | str]
 
 
 class Predictor:
-    """A model as a callable from a batch of images to a dictionary of arrays, for Ray Data or a
-    queue of your own.
+    """A model as a callable from a batch of images to their predictions, for Ray, Spark or a queue
+    of your own.
 
     Pickled, it holds the path of a model, which is opened on first use. A
     module is put into evaluation mode.
@@ -58,8 +56,8 @@ class Predictor:
 
     Example:
         >>> predictor = vit.Predictor("runs/digits")
-        >>> columns = predictor(["photo.png", "other.png"])
-        >>> columns["predicted"]  # the names of two classes
+        >>> predictions = predictor(["photo.png", "other.png"])
+        >>> predictions[0].predicted  # the name of a class
     """
 
     def __init__(
@@ -108,37 +106,17 @@ class Predictor:
             self.bundle, batch_size=self.batch_size, precision=self.precision
         )
 
-    def __call__(self, images: Iterable[Any] | Mapping[str, Any]) -> Columns:
-        """Predict a batch of images.
-
-        Args:
-            images: Paths, encoded bytes, PIL images or uint8 arrays; or a dictionary of columns
-                with one of `image`, `bytes` or `path`, as Ray passes it. Its other columns are
-                passed on.
-
-        Returns:
-            Arrays of equal length: `predicted` (several labels with bars between them),
-            `probability`, `probabilities` [n, C] float32, `note`, `labels` (of a model of several
-            labels an image), `prediction_set`, `p_value` and `error`. An image that can't be read
-            has an error, NaN for numbers, an empty note, and None for the rest.
-        """
-        others, items = _split_columns(images)
-        predictions = list(self.predict_items(items))
-        rows = [{"note": "", **prediction.to_dict()} for prediction in predictions]
-        columns: Columns = {}
-        for name in COLUMNS:
-            # numpy would make a matrix of lists of equal length
-            columns[name] = np.empty(len(rows), dtype=object)
-            columns[name][:] = [row.get(name) for row in rows]
-        if not self.bundle.is_multilabel:
-            del columns["labels"]
-        for name in ("probability", "p_value"):
-            # None becomes NaN
-            columns[name] = columns[name].astype(float)
-        shape = (len(rows), len(self.bundle.class_names))
-        columns["probabilities"] = np.reshape([row.probabilities for row in predictions], shape)
-        # the caller joins the rows with its own by the other columns
-        return {**columns, **others}
+    def __call__(self, images: Iterable[Any]) -> list[Prediction]:
+        """Predict a batch of images: paths, encoded bytes, PIL images or uint8 arrays. See
+        `PredictionResult.predictions` of `vit.predict`; `.to_dict()` gives plain values."""
+        if isinstance(images, str | bytes | Image.Image) or getattr(images, "ndim", 1) in (2, 3):
+            raise ValueError("images is one image; put it into a list")
+        return list(
+            self.predict_items(
+                (str(image) if isinstance(image, str | Path) else f"image {place}", image)
+                for place, image in enumerate(images)
+            )
+        )
 
     def predict_items(self, items: Iterable[tuple[str, Any]]) -> Iterator[Prediction]:
         """Yield the prediction of each image, in order, while one batch is in memory. Items are the
@@ -187,27 +165,6 @@ class Predictor:
                 labels=labels,
                 probabilities=probabilities[row].astype(np.float32),
             )
-
-
-def _split_columns(
-    images: Iterable[Any] | Mapping[str, Any],
-) -> tuple[dict[str, Any], list[tuple[str, Any]]]:
-    """Return the columns of a batch that are passed on, and the name and image of each row."""
-    if isinstance(images, str | bytes | Image.Image) or getattr(images, "ndim", 1) in (2, 3):
-        raise ValueError("images is one image; put it into a list")
-    columns = dict(images) if isinstance(images, Mapping) else {"image": list(images)}
-    found = next((name for name in ("image", "bytes", "path") if name in columns), None)
-    if found is None:
-        have = ", ".join(map(str, columns))
-        raise ValueError(f"the batch has the columns {have}; name one image, bytes or path")
-    rows = columns["path"] if found == "path" else columns.pop(found)
-    names = columns.get("path")
-    if names is None:
-        names = [
-            row if isinstance(row, str | Path) else f"image {place}"
-            for place, row in enumerate(rows)
-        ]
-    return columns, list(zip(map(str, names), rows, strict=True))
 
 
 def decode_batches(
