@@ -252,7 +252,7 @@ def measure(
     if not scores.is_multilabel and (is_ordered or are_grades):
         kappas = np.array([_compute_kappa(scores, kept) for kept in parts])
         metrics["quadratic_kappa"] = kappas[0]
-        # as a rate from 0 to 1, whereas a kappa is −1 at worst
+        # as a rate, from 0 to 1
         low, high = bound_rate(((1 + kappas) / 2).tolist(), step)
         intervals["quadratic_kappa"] = (2 * low - 1, 2 * high - 1)
     rows = [

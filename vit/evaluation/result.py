@@ -130,7 +130,7 @@ class Evaluation(BaseModel):
             interval = ""
             if value is not None and bounds:
                 text, interval = self._percent(value), format_interval(bounds, self.num_images)
-                # it is no fraction, and may be negative
+                # it may be negative
                 if "kappa" in title:
                     text, interval = f"{value:.2f}", "{:.2f} to {:.2f}".format(*bounds)
             rows.append((title, text, interval))

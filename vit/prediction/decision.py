@@ -66,7 +66,7 @@ def decide_labels(bundle: Bundle, probabilities: Floats) -> Bools:
 
 def decide_classes(thresholds: Floats, probabilities: Floats) -> Ints:
     """Decide the class of each image, [n], by the probability of each class, [n, C]: the one that
-    reaches its threshold, [C], otherwise the most probable of those without one."""
+    reaches its threshold, [C], else the most probable of those without one."""
     order = probabilities.copy()
     has_point = ~np.isnan(thresholds)
     is_reached = probabilities[:, has_point] >= thresholds[has_point]

@@ -24,8 +24,8 @@ from vit.training.folds import assign_folds
 _NUM_NEIGHBOURS = 5
 # unusual images that are listed even if none is flagged
 _MIN_UNUSUAL = 50
-# Interquartile ranges above the third quartile from which a distance is unusual, as it is of about
-# 1 % of the images of CIFAR-10 and Imagenette.
+# Interquartile ranges above the third quartile from which a distance is unusual, as about 1 % of
+# those of CIFAR-10 and Imagenette are.
 _FENCE = 2.5
 
 # path of a near image, and the cosine of the features
