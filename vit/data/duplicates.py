@@ -89,7 +89,7 @@ def find_pairs(hashes: np.ndarray) -> list[tuple[int, int, bool]]:
     hashes, so that the names and the order of the files don't matter. Near-copies of an image are
     near to it, and not by way of a third one: photos of one texture form no chain.
     """
-    digests, dhashes = hashes
+    digests, dhashes = hashes[:2]
     # the first image with the same pixels
     _, firsts, inverse = np.unique(digests, return_index=True, return_inverse=True)
     originals = firsts[inverse.reshape(-1)]

@@ -8,7 +8,7 @@ What is missing is held out of the training images, stratified by class, by the 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain
+from itertools import chain, compress
 
 import numpy as np
 
@@ -91,6 +91,20 @@ class DatasetSplits:
         """The images among which training and validation are, whatever is drawn: all but those of a
         test split that the data set has of its own."""
         return self.images.subset(np.flatnonzero(self.marks != "test"))
+
+    def join_copies(self) -> "DatasetSplits":
+        """Join the groups of all images by their copies and scenes, also those of a split that the
+        data set has of its own, where `rule` asks for it."""
+        return replace(self, images=self._group(self.images))
+
+    @property
+    def training_groups(self) -> set[str]:
+        """The groups of the images of a model's training; empty if they aren't known."""
+        held_out = set(chain.from_iterable((self.written or {}).values()))
+        if self.num_trained_on is None:
+            return set()
+        is_trained_on = (self.marks == "train") & ~np.isin(self.images.ids, list(held_out))
+        return set(compress(self.images.groups or (), is_trained_on))
 
     def describe_splits(self) -> list[str]:
         """Describe the origin of the test and the validation split, a sentence each."""
@@ -189,7 +203,7 @@ class DatasetSplits:
         return places
 
     def _group(self, dataset: ImageDataset) -> ImageDataset:
-        """Join the groups of the images that splits are drawn from by their copies."""
+        """Join the groups of images by their copies and scenes."""
         if dataset.groups is not None:
             self._kept_together.append(f"{len(set(dataset.groups)):,} groups stay whole")
         if not self.rule.group_duplicates:
@@ -197,9 +211,9 @@ class DatasetSplits:
         if len(dataset) > MAX_COMPARED:
             self._kept_together.append(
                 f"of more than {MAX_COMPARED:,} images, copies are found by the bytes of their"
-                " files alone, and near-copies may be on both sides"
+                " files alone, and near-copies and frames of one scene may be on both sides"
             )
-        groups, num_copies, num_alike = join_duplicates(
+        groups, num_copies, num_joined, num_alike = join_duplicates(
             dataset.groups or dataset.ids,
             dataset.strata,
             hash_images(dataset),
@@ -213,8 +227,10 @@ class DatasetSplits:
             )
         if not num_copies:
             return dataset
-        text = f"{num_copies:,} images have a copy or a near-copy, which is on the same side"
-        self._kept_together.append(text)
+        self._kept_together.append(
+            f"{num_copies:,} images have a copy or a near-copy or show a scene of others:"
+            f" {num_joined:,} scenes, each on one side"
+        )
         return replace(dataset, groups=groups)
 
 

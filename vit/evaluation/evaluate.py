@@ -125,7 +125,7 @@ def evaluate(
         rule = None
         if operating_point is not None:
             rule = parse_rule(operating_point, bundle)
-        splits = open_data(bundle, data, root, dataset, rule=image_rule)
+        splits = open_data(bundle, data, root, dataset, rule=image_rule).join_copies()
         # the probes of the folds have not seen the images that they predict
         found = None
         if data is None and dataset is None and split is None:
@@ -170,6 +170,7 @@ def evaluate(
             images,
             logits,
             values,
+            training_groups=splits.training_groups,
             data=printable(splits.title),
             notes=notes,
             conditions=_describe_conditions(predictor),
@@ -235,6 +236,7 @@ def _measure(
     logits: Float32s,
     values: Mapping[str, Mapping[str, str]],
     *,
+    training_groups: set[str],
     data: str,
     notes: list[str],
     conditions: dict[str, str],
@@ -252,7 +254,9 @@ def _measure(
     overlap = None
     # a cross-validated model has seen all of them, and the probes that predict them have not
     if dataset.split != CROSS_VALIDATION:
-        overlap = find_overlap(bundle, images, is_correct=scores.correct)
+        overlap = find_overlap(
+            bundle, images, training_groups=training_groups, is_correct=scores.correct
+        )
     evaluation = Evaluation(
         task=bundle.data.get("task", "classes"),
         metrics={name: find_known(value) for name, value in measured.metrics.items()},
