@@ -15,7 +15,8 @@ _NUM_CANDIDATES = 10
 # that of random pairs to 1: 0.3 % of Imagenette has such a pair, at a correlation of 0.75.
 _MIN_RISE = 2 / 3
 _NUM_DRAWS = 500
-# A drawing on plain ground has details in fewer cells than this share, a photo has in more.
+# Photos have more, and drawings on plain ground less, than this share of cells with another
+# brightness than the next.
 _MIN_DETAILED = 1 / 3
 
 
@@ -24,43 +25,30 @@ def shrink(image: Image.Image) -> np.ndarray:
     return np.asarray(image.convert("L").resize((MIN_SIDE, MIN_SIDE), Image.Resampling.BOX))
 
 
-def find_details(thumbnails: np.ndarray) -> np.ndarray:
-    """Compute how much brighter than its surroundings each cell of thumbnails is, float32
-    [n, 48, 48], relative to the contrast there."""
-    # takes long to import
-    from scipy.ndimage import gaussian_filter
-
-    fine, coarse = (
-        gaussian_filter(thumbnails.astype(np.float32), (0, sigma, sigma)) for sigma in (0.7, 2.5)
-    )
-    # three grey levels, so that noise on even ground counts little
-    contrast = gaussian_filter((fine - coarse) ** 2, (0, 4, 4)) + 9
-    return np.asarray((fine - coarse) / np.sqrt(contrast))
-
-
 def find_frames(thumbnails: np.ndarray) -> list[tuple[int, int]]:
     """Find pairs of frames of one scene, by their indices, among thumbnails of `shrink`, uint8
     [n, 48, 48]."""
     # take long to import
     import cv2
+    from scipy.ndimage import gaussian_filter
     from sklearn.neighbors import NearestNeighbors
 
-    details = find_details(thumbnails)
-    places = np.flatnonzero((np.abs(details) > 0.2).mean(axis=(1, 2)) >= _MIN_DETAILED)
+    places = np.flatnonzero((np.diff(thumbnails, axis=2) != 0).mean(axis=(1, 2)) >= _MIN_DETAILED)
     if len(places) <= _NUM_CANDIDATES:
         return []
-    details = details[places]
+    cells = thumbnails[places].astype(np.float32)
+    # How much brighter a cell is than its surroundings, relative to the contrast there; three grey
+    # levels more, so that noise on even ground counts little.
+    excess = gaussian_filter(cells, (0, 0.7, 0.7)) - gaussian_filter(cells, (0, 2.5, 2.5))
+    details = excess / np.sqrt(gaussian_filter(excess**2, (0, 4, 4)) + 9)
     # towards the edges, where frames differ, details count less
     window = np.hanning(MIN_SIDE).astype(np.float32)
     spectra = np.sqrt(np.abs(np.fft.rfft2(details * window * window[:, None])))
     low = np.roll(spectra, _NUM_FREQUENCIES, axis=1)[:, : 2 * _NUM_FREQUENCIES, :_NUM_FREQUENCIES]
     search = NearestNeighbors(n_neighbors=_NUM_CANDIDATES)
     nearest = search.fit(low.reshape(len(low), -1)).kneighbors(return_distance=False)
-    candidates = {
-        (min(first, second), max(first, second))
-        for first, row in enumerate(nearest.tolist())
-        for second in row
-    }
+    pairs = np.stack([np.repeat(np.arange(len(low)), _NUM_CANDIDATES), nearest.ravel()], axis=1)
+    candidates = np.unique(np.sort(pairs, axis=1), axis=0).tolist()
 
     def correlate(first: int, second: int) -> float:
         # the middle of each photo is looked for in the other one
@@ -73,5 +61,5 @@ def find_frames(thumbnails: np.ndarray) -> list[tuple[int, int]]:
     draws = np.random.default_rng(0).integers(len(places), size=(_NUM_DRAWS, 2)).tolist()
     unrelated = np.median([correlate(*pair) for pair in draws])
     limit = unrelated + _MIN_RISE * (1 - unrelated)
-    found = [pair for pair in sorted(candidates) if correlate(*pair) >= limit]
+    found = [pair for pair in candidates if correlate(*pair) >= limit]
     return [(int(places[first]), int(places[second])) for first, second in found]

@@ -17,7 +17,7 @@ from vit.runtime.files import default_cache_dir
 
 # largest number of images that are decoded and compared with one another; it takes a minute
 MAX_COMPARED = 20_000
-# Near-copies, and frames, that aren't joined: more images of a class than this number, and than
+# Near-copies, and frames, that aren't joined: more groups of a class than this number, and than
 # these shares of the class. A scene is smaller; photos of one texture or one object are more.
 _MAX_ALIKE = 10
 _MAX_SHARES = (0.1, 0.5)
@@ -74,8 +74,8 @@ def join_duplicates(
 ) -> tuple[tuple[str, ...], int, int, int]:
     """Join groups that share an image, a near-copy of one, or a scene, by `hash_images`.
 
-    Near-copies that would join more than a tenth of a class, and more than ten images, aren't
-    joined, nor frames that would join more than half of one: only equal pixels are. A class that
+    Near-copies that would join more than a tenth of the groups of a class, and more than ten,
+    aren't joined, nor frames that would join more than half: only equal pixels are. A class that
     would have fewer groups than splits keeps its own.
 
     Returns:
@@ -84,56 +84,45 @@ def join_duplicates(
         joined.
     """
     classes = labels.tolist()
-    class_sizes = Counter(classes)
-    own_sizes = Counter(zip(groups, classes, strict=True))
+    found: list[tuple[int, int, bool]] = []
     kept: list[tuple[int, int, bool]] = []
-    alike: set[int] = set()
     thumbnails = np.ascontiguousarray(hashes[2:].T).view(np.uint8).reshape(-1, MIN_SIDE, MIN_SIDE)
     frames = [(first, second, False) for first, second in find_frames(thumbnails)]
     for pairs, max_share in zip((find_pairs(hashes), frames), _MAX_SHARES, strict=True):
         joined = _join(groups, pairs)
-        # images of each class in each group, before and after they are joined
-        sizes = Counter(zip(joined, classes, strict=True))
-        largest: Counter[tuple[str, int]] = Counter()
-        for group, root, label in zip(groups, joined, classes, strict=True):
-            largest[root, label] = max(largest[root, label], own_sizes[group, label])
+        # groups of each class, in all and in those that they become
+        own = set(zip(groups, joined, classes, strict=True))
+        class_sizes = Counter(label for _, _, label in own)
+        sizes = Counter((root, label) for _, root, label in own)
         too_large = {
             root
             for (root, label), size in sizes.items()
-            if size > max(_MAX_ALIKE, max_share * class_sizes[label], largest[root, label])
+            if size > max(_MAX_ALIKE, max_share * class_sizes[label])
         }
-        for pair in pairs:
-            if pair[2] or joined[pair[0]] not in too_large:
-                kept.append(pair)
-            else:
-                alike.update(pair[:2])
-    copies = {index for pair in kept for index in pair[:2]}
+        found += pairs
+        kept += [pair for pair in pairs if pair[2] or joined[pair[0]] not in too_large]
+    copies, all_found = ({index for pair in part for index in pair[:2]} for part in (kept, found))
     result = np.array(_join(groups, kept), dtype=object)
     original = np.array(groups, dtype=object)
-    for label in class_sizes:
+    for label in set(classes):
         in_class = labels == label
         if len(set(result[in_class])) < min(num_splits, len(set(original[in_class]))):
             result[in_class] = original[in_class]
-            members = set(np.flatnonzero(in_class).tolist())
-            alike |= copies & members
-            copies -= members
-    return tuple(result), len(copies), len(set(result[list(copies)])), len(alike - copies)
+            copies -= set(np.flatnonzero(in_class).tolist())
+    return tuple(result), len(copies), len(set(result[list(copies)])), len(all_found - copies)
 
 
 def _join(groups: Sequence[str], pairs: Sequence[tuple[int, int, bool]]) -> list[str]:
     """Join the groups of the images of each pair; return the group of each image: of those that are
     joined, the first by name, so that the order of the files doesn't matter."""
     # takes long to import
-    from scipy.sparse import coo_array
-    from scipy.sparse.csgraph import connected_components
+    from scipy.cluster.hierarchy import DisjointSet
 
-    names, places = np.unique(np.array(groups, dtype=object), return_inverse=True)
-    first, second, marks = np.array(pairs, dtype=np.int64).reshape(-1, 3).T
-    edges = (np.ones_like(marks), (places[first], places[second]))
-    _, parts = connected_components(coo_array(edges, shape=(len(names), len(names))))
-    _, firsts = np.unique(parts, return_index=True)
-    joined: list[str] = names[firsts][parts][places].tolist()
-    return joined
+    joined = DisjointSet(groups)
+    for first, second, _ in pairs:
+        joined.merge(groups[first], groups[second])
+    first_of = {name: min(names) for names in joined.subsets() for name in names}
+    return [first_of[name] for name in groups]
 
 
 def rank_names(names: Iterable[str], salt: str) -> list[int]:

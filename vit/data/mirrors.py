@@ -27,7 +27,7 @@ def find_mirrored_classes(dataset: ImageDataset) -> tuple[str, str] | None:
     for index in np.random.default_rng(0).permutation(len(dataset))[:_SAMPLE].tolist():
         with suppress(ValueError, OSError):
             thumbnails.append(shrink(dataset.reader.image(index, draft_side=2 * MIN_SIDE)))
-            labels.append(dataset.strata[index])
+            labels.append(dataset.labels[index])
     if dataset.is_multilabel or not labels:
         return None
     # edges: a shape is the same whether it is darker or lighter than its ground
@@ -35,16 +35,18 @@ def find_mirrored_classes(dataset: ImageDataset) -> tuple[str, str] | None:
     edges = np.sqrt(np.hypot(*slopes)).reshape(-1, _SIDE, 2, _SIDE, 2).mean(axis=(2, 4))
     edges -= edges.mean(axis=(1, 2), keepdims=True)
     edges /= np.linalg.norm(edges, axis=(1, 2), keepdims=True) + 1e-6
-    mirrored = edges[..., ::-1].reshape(len(edges), -1)
     shifted = (np.roll(edges, shift, axis=(1, 2)) for shift in product(_SHIFTS, repeat=2))
-    similarity = np.max([mirrored @ each.reshape(len(edges), -1).T for each in shifted], axis=0)
+    similarity = np.max(
+        [np.tensordot(edges[..., ::-1], each, axes=([1, 2], [1, 2])) for each in shifted], axis=0
+    )
     np.fill_diagonal(similarity, -1)
     nearest = np.array(labels)[similarity.argmax(axis=1)]
-    counts = confusion_matrix(labels, nearest, labels=np.arange(len(dataset.class_names)))
+    counts = confusion_matrix(labels, nearest, labels=range(len(dataset.class_names)))
     least = np.maximum(_MIN_SHARE * counts.sum(axis=1), _MIN_COUNT)
     excess = counts - (counts.diagonal() + least)[:, None]
     # in both directions: other mirror images only resemble no class
     both = np.minimum(excess, excess.T)
+    if both.max() < 0:
+        return None
     first, second = np.unravel_index(both.argmax(), both.shape)
-    is_found = both[first, second] >= 0
-    return (dataset.class_names[first], dataset.class_names[second]) if is_found else None
+    return dataset.class_names[first], dataset.class_names[second]

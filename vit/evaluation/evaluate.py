@@ -12,6 +12,7 @@ import numpy as np
 
 from vit.bundle import Bundle, Models, keeps_mode, open_model, require_classifier
 from vit.data.dataset import ImageRule, printable
+from vit.data.splits import DatasetSplits
 from vit.evaluation.images import EvaluationSet, check_data, find_overlap, load_images, open_data
 from vit.evaluation.metrics import Scores, find_known, measure, score_logits
 from vit.evaluation.predictions import CROSS_VALIDATION, Predictions, load_predictions
@@ -170,8 +171,7 @@ def evaluate(
             images,
             logits,
             values,
-            training_groups=splits.training_groups,
-            data=printable(splits.title),
+            splits=splits,
             notes=notes,
             conditions=_describe_conditions(predictor),
         )
@@ -236,8 +236,7 @@ def _measure(
     logits: Float32s,
     values: Mapping[str, Mapping[str, str]],
     *,
-    training_groups: set[str],
-    data: str,
+    splits: DatasetSplits,
     notes: list[str],
     conditions: dict[str, str],
 ) -> tuple[Scores, Evaluation]:
@@ -254,9 +253,7 @@ def _measure(
     overlap = None
     # a cross-validated model has seen all of them, and the probes that predict them have not
     if dataset.split != CROSS_VALIDATION:
-        overlap = find_overlap(
-            bundle, images, training_groups=training_groups, is_correct=scores.correct
-        )
+        overlap = find_overlap(bundle, images, splits, is_correct=scores.correct)
     evaluation = Evaluation(
         task=bundle.data.get("task", "classes"),
         metrics={name: find_known(value) for name, value in measured.metrics.items()},
@@ -278,7 +275,7 @@ def _measure(
         model=bundle.name,
         model_sha256=bundle.sha256,
         run_id=bundle.metadata.get("run_id"),
-        data=data,
+        data=printable(splits.title),
         notes=notes,
         conditions=conditions,
     )

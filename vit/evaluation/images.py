@@ -144,15 +144,16 @@ class TrainTestOverlap:
 
 
 def find_overlap(
-    bundle: Bundle, images: EvaluationSet, *, training_groups: set[str], is_correct: Bools
+    bundle: Bundle, images: EvaluationSet, splits: DatasetSplits, *, is_correct: Bools
 ) -> TrainTestOverlap | None:
-    """Look for images that were in training, or are in a group that was; None if it isn't known
+    """Look for images that were in training, or whose scene or group was; None if it isn't known
     which ones were."""
     # training that decodes its images batch by batch records no hashes
     if bundle.training_hashes is None or images.dataset.hashes is None:
         return None
     exact, near = find_duplicates(images.dataset.hashes, bundle.training_hashes)
-    in_groups = np.flatnonzero([name in training_groups for name in images.dataset.groups or ()])
+    known = splits.training_groups
+    in_groups = np.flatnonzero([name in known for name in images.dataset.groups or ()])
     seen = np.setdiff1d([*near[:, 0], *in_groups], exact[:, 0])
     indices = [*exact[:, 0].tolist(), *map(int, seen)]
     others = np.delete(is_correct, indices)
