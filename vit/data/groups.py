@@ -184,7 +184,9 @@ def _draw_groups(
     `again`, the class with the fewest groups gets its smallest one first, and one that leaves none
     is passed over for the next.
     """
-    sizes = sum(members.values(), Counter[int]())
+    sizes = Counter[int]()
+    for counts in members.values():
+        sizes.update(counts)
     # images of each class that aren't chosen
     left = sizes.copy()
     # images that each class still lacks: at least one is chosen, but never all of a class

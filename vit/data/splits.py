@@ -26,7 +26,6 @@ from vit.data.groups import (
     find_groups,
     hash_images,
     join_duplicates,
-    rank_names,
 )
 from vit.data.label_sets import count_labels, mark_labels
 from vit.data.sources.base import Listing
@@ -189,15 +188,14 @@ class DatasetSplits:
         left = np.arange(len(everything))
         for number, (split, fraction) in enumerate(self._held_out.items()):
             rest = everything.subset(left)
-            salt = f"{self.rule.split_seed}:{split}"
-            if rest.groups is None:
-                mask = _choose_stratified(rest, fraction, salt=salt)
-            else:
+            mask = choose_whole_groups(
+                rest.groups or rest.ids,
+                rest.strata,
+                fraction=fraction,
+                salt=f"{self.rule.split_seed}:{split}",
                 # this split, those after it, and the training images
-                num_splits = len(self._held_out) - number + 1
-                mask = choose_whole_groups(
-                    rest.groups, rest.strata, fraction=fraction, salt=salt, num_splits=num_splits
-                )
+                num_splits=len(self._held_out) - number + 1,
+            )
             places[split] = left[mask]
             left = left[~mask]
         return places
@@ -307,17 +305,3 @@ def number_listing(listing: Listing, rule: ImageRule, *, name: str, title: str) 
         read=listing.read,
         renamed_classes=renamed,
     )
-
-
-def _choose_stratified(dataset: ImageDataset, fraction: float, *, salt: str) -> np.ndarray:
-    """Choose a fraction of every class, bool [n]: the images whose hashes of (salt, id) rank
-    lowest; at least one of every class that has two or more, never all."""
-    ranks = np.array(rank_names(dataset.ids, salt), dtype=np.uint64)
-    mask = np.zeros(len(dataset), dtype=bool)
-    strata = dataset.strata
-    order = np.lexsort((ranks, strata))
-    sizes = np.bincount(strata)
-    for places in np.split(order, np.cumsum(sizes)[:-1]):
-        num_chosen = max(np.rint(fraction * len(places)), fraction > 0)
-        mask[places[: int(min(num_chosen, max(len(places) - 1, 0)))]] = True
-    return mask
