@@ -253,7 +253,8 @@ def _measure(
     overlap = None
     # a cross-validated model has seen all of them, and the probes that predict them have not
     if dataset.split != CROSS_VALIDATION:
-        overlap = find_overlap(bundle, images, splits, is_correct=scores.correct)
+        known = splits.training_groups
+        overlap = find_overlap(bundle, images, training_groups=known, is_correct=scores.correct)
     evaluation = Evaluation(
         task=bundle.data.get("task", "classes"),
         metrics={name: find_known(value) for name, value in measured.metrics.items()},

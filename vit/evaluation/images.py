@@ -2,7 +2,7 @@
 that were in training."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -144,7 +144,11 @@ class TrainTestOverlap:
 
 
 def find_overlap(
-    bundle: Bundle, images: EvaluationSet, splits: DatasetSplits, *, is_correct: Bools
+    bundle: Bundle,
+    images: EvaluationSet,
+    *,
+    training_groups: Set[str] = frozenset(),
+    is_correct: Bools,
 ) -> TrainTestOverlap | None:
     """Look for images that were in training, or whose scene or group was; None if it isn't known
     which ones were."""
@@ -152,8 +156,8 @@ def find_overlap(
     if bundle.training_hashes is None or images.dataset.hashes is None:
         return None
     exact, near = find_duplicates(images.dataset.hashes, bundle.training_hashes)
-    known = splits.training_groups
-    in_groups = np.flatnonzero([name in known for name in images.dataset.groups or ()])
+    groups = images.dataset.groups or ()
+    in_groups = np.flatnonzero([name in training_groups for name in groups])
     seen = np.setdiff1d([*near[:, 0], *in_groups], exact[:, 0])
     indices = [*exact[:, 0].tolist(), *map(int, seen)]
     others = np.delete(is_correct, indices)
