@@ -103,7 +103,7 @@ class DataConfig(_Section):
     split_seed: int = 0
     # see --group-by of vit train
     group_by: Annotated[int, Field(ge=1)] | str | None = None
-    # true: near-duplicates stay in one split
+    # true: near-duplicates and frames of one scene stay in one split
     group_duplicates: bool = False
     # resident: decoded once, kept in the device's memory; cached: decoded once, read from host
     # memory or a disk; workers: decoded during training; tokens: computed once by frozen blocks

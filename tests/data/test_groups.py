@@ -83,7 +83,7 @@ def test_a_class_of_copies_alone_is_split_all_the_same() -> None:
     labels = np.array([0, 0, 0, 0, 1, 1, 1, 1])
     # of class 0 all are one image, of class 1 the first two
     hashes = np.array([[7, 7, 7, 7, 1, 1, 2, 3], [0] * 8], dtype=np.uint64)
-    groups, num_copies, num_alike = join_duplicates(ids, labels, hashes, num_splits=3)
+    groups, num_copies, _, num_alike = join_duplicates(ids, labels, hashes, num_splits=3)
     assert groups == ("0.png", "1.png", "2.png", "3.png", "4.png", "4.png", "6.png", "7.png")
     assert (num_copies, num_alike) == (2, 4)
 

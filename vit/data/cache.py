@@ -5,7 +5,6 @@ name, permissions and place may change. A folder is built under another name, an
 complete.
 """
 
-import hashlib
 import os
 import secrets
 import shutil
@@ -21,7 +20,7 @@ import numpy as np
 from vit.data.dataset import DecodedPixels, ImageDataset, check_unreadable
 from vit.data.duplicates import compute_dhash, hash_pixels
 from vit.data.preprocess import IMAGENET_MEAN, IMAGENET_STD, Preprocess
-from vit.data.sources.base import ImageReader, read_digests
+from vit.data.sources.base import ImageReader, hash_bytes, read_digests
 from vit.runtime.files import (
     default_cache_dir,
     open_cached,
@@ -33,7 +32,7 @@ from vit.runtime.locks import lock_file
 from vit.runtime.progress import show_progress
 
 # raise it when the files or the pixels in them change
-_FORMAT = 8
+_FORMAT = 9
 # images that a process decodes at a time
 _CHUNK = 256
 # images below which starting processes costs more than it saves
@@ -78,13 +77,13 @@ def decode_dataset(
     stored = replace(
         preprocess, image_size=size, crop_pct=1.0, mean=IMAGENET_MEAN, std=IMAGENET_STD
     )
-    name = f"{size[1]}x{size[0]}-{_hash(f'{_FORMAT} {stored}'.encode())}"
+    name = f"{size[1]}x{size[0]}-{hash_bytes(f'{_FORMAT} {stored}'.encode()):016x}"
     digests = read_digests(dataset.reader, cache_dir)
     index = _find(cache_dir, name, digests)
     if index is None:
         together = together or dataset
         contents = read_digests(together.reader, cache_dir)
-        name += f"-{_hash(contents.tobytes())}"
+        name += f"-{hash_bytes(contents.tobytes()):016x}"
         # who waits for the lock finds what another process has built meanwhile
         with lock_file(cache_dir / f"{name}.lock") as is_locked:
             index = _find(cache_dir, name, digests)
@@ -117,10 +116,6 @@ def decode_dataset(
         hashes=index["hashes"][:, rows],
         unreadable=unreadable,
     )
-
-
-def _hash(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def _find(cache_dir: Path, name: str, digests: np.ndarray) -> dict[str, np.ndarray] | None:

@@ -9,17 +9,18 @@ import numpy as np
 
 from vit.data.dataset import ImageDataset
 from vit.data.duplicates import compute_dhash, find_pairs, hash_pixels
+from vit.data.frames import MIN_SIDE, find_frames, shrink
 from vit.data.patterns import search_group
 from vit.data.sources.base import compute_once, hash_bytes, read_digests
 from vit.runtime.arguments import shorten
 from vit.runtime.files import default_cache_dir
 
-# largest number of images that are decoded and compared with one another; it takes seconds
-MAX_COMPARED = 5000
-# Near-copies that aren't joined: more images of a class than this number, and than this share of
-# the class. A burst is smaller; photos of one texture are more.
+# largest number of images that are decoded and compared with one another; it takes a minute
+MAX_COMPARED = 20_000
+# Near-copies, and frames, that aren't joined: more groups of a class than this number, and than
+# these shares of the class. A scene is smaller; photos of one texture or one object are more.
 _MAX_ALIKE = 10
-_MAX_SHARE = 0.1
+_MAX_SHARES = (0.1, 0.5)
 # orders in which groups are tried until every class with enough groups is in each split
 _NUM_DRAWS = 20
 # smallest side in pixels at which JPEG files are decoded for their hashes
@@ -41,82 +42,87 @@ def find_groups(dataset: ImageDataset, group_by: int | str) -> tuple[str, ...]:
 
 
 def hash_images(dataset: ImageDataset) -> np.ndarray:
-    """Compute the hashes of `vit.data.duplicates`, uint64 [2, n], from JPEG files decoded at a
-    fraction of their size. The cache keeps them by the bytes of the images. More than 5,000 images
-    are hashed by the bytes of their files alone, which finds no near-copies."""
+    """Compute the hashes of `vit.data.duplicates` and the bytes of the thumbnails of
+    `vit.data.frames`, black ones of images that are too small, uint64 [2 + 288, n], from JPEG files
+    decoded at a fraction of their size. The cache keeps them by the bytes of the images. More than
+    20,000 images are hashed by the bytes of their files alone, uint64 [2, n], which finds copies
+    only."""
 
-    def hash_image(index: int) -> tuple[int, int]:
+    def hash_image(index: int) -> np.ndarray:
+        hashes = np.zeros(2 + MIN_SIDE**2 // 8, np.uint64)
         try:
             image = dataset.reader.image(index, draft_side=_DRAFT_SIDE)
         except (ValueError, OSError):
-            return hash_bytes(dataset.ids[index].encode(errors="surrogateescape")), 0
-        return hash_pixels(image), compute_dhash(image)
+            hashes[0] = hash_bytes(dataset.ids[index].encode(errors="surrogateescape"))
+            return hashes
+        hashes[:2] = hash_pixels(image), compute_dhash(image)
+        if min(image.size) >= MIN_SIDE:
+            hashes[2:] = shrink(image).view(np.uint64).ravel()
+        return hashes
 
     cache_dir = default_cache_dir()
     digests = read_digests(dataset.reader, cache_dir)
     if len(dataset) > MAX_COMPARED:
         return np.stack([digests, np.zeros_like(digests)])
     name = hash_bytes(f"{dataset.name} {dataset.reader.place}".encode(errors="replace"))
-    path = cache_dir / "hashes" / f"{name:016x}.npz"
+    path = cache_dir / "thumbnails" / f"{name:016x}.npz"
     return compute_once(path, digests[:, None], hash_image).T
 
 
 def join_duplicates(
     groups: Sequence[str], labels: np.ndarray, hashes: np.ndarray, *, num_splits: int
-) -> tuple[tuple[str, ...], int, int]:
-    """Join groups that share an image or a near-copy of one.
+) -> tuple[tuple[str, ...], int, int, int]:
+    """Join groups that share an image, a near-copy of one, or a scene, by `hash_images`.
 
-    Near-copies that would join more than a tenth of a class, and more than ten images, aren't
-    joined: only equal pixels are. A class that would have fewer groups than splits keeps its own.
+    Near-copies that would join more than a tenth of the groups of a class, and more than ten,
+    aren't joined, nor frames that would join more than half: only equal pixels are. A class that
+    would have fewer groups than splits keeps its own.
 
     Returns:
-        Group of each image, the number of images that have a copy in their group, and of those that
-        resemble so many others that they aren't joined.
+        Group of each image, the number of images that have a copy or another frame in their group,
+        that of these groups, and that of the images that resemble so many others that they aren't
+        joined.
     """
-    pairs = find_pairs(hashes)
     classes = labels.tolist()
-    joined = _join(groups, pairs)
-    # images of each class in each group, before and after near-copies are joined
-    class_sizes = Counter(classes)
-    sizes = Counter(zip(joined, classes, strict=True))
-    own_sizes = Counter(zip(groups, classes, strict=True))
-    largest: Counter[tuple[str, int]] = Counter()
-    for group, root, label in zip(groups, joined, classes, strict=True):
-        largest[root, label] = max(largest[root, label], own_sizes[group, label])
-    too_large = {
-        root
-        for (root, label), size in sizes.items()
-        if size > max(_MAX_ALIKE, _MAX_SHARE * class_sizes[label], largest[root, label])
-    }
-    kept = [pair for pair in pairs if pair[2] or joined[pair[0]] not in too_large]
-    alike = {index for pair in set(pairs) - set(kept) for index in pair[:2]}
-    copies = {index for pair in kept for index in pair[:2]}
+    found: list[tuple[int, int, bool]] = []
+    kept: list[tuple[int, int, bool]] = []
+    thumbnails = np.ascontiguousarray(hashes[2:].T).view(np.uint8).reshape(-1, MIN_SIDE, MIN_SIDE)
+    frames = [(first, second, False) for first, second in find_frames(thumbnails)]
+    for pairs, max_share in zip((find_pairs(hashes), frames), _MAX_SHARES, strict=True):
+        joined = _join(groups, pairs)
+        # groups of each class, in all and in those that they become
+        own = set(zip(groups, joined, classes, strict=True))
+        class_sizes = Counter(label for _, _, label in own)
+        sizes = Counter((root, label) for _, root, label in own)
+        too_large = {
+            root
+            for (root, label), size in sizes.items()
+            if size > max(_MAX_ALIKE, max_share * class_sizes[label])
+        }
+        found += pairs
+        kept += [pair for pair in pairs if pair[2] or joined[pair[0]] not in too_large]
+    copies, all_found = ({index for pair in part for index in pair[:2]} for part in (kept, found))
     result = np.array(_join(groups, kept), dtype=object)
     original = np.array(groups, dtype=object)
-    for label in class_sizes:
+    for label in set(classes):
         in_class = labels == label
         if len(set(result[in_class])) < min(num_splits, len(set(original[in_class]))):
             result[in_class] = original[in_class]
-            members = set(np.flatnonzero(in_class).tolist())
-            alike |= copies & members
-            copies -= members
-    return tuple(result), len(copies), len(alike)
+            copies -= set(np.flatnonzero(in_class).tolist())
+    return tuple(result), len(copies), len(set(result[list(copies)])), len(all_found - copies)
 
 
 def _join(groups: Sequence[str], pairs: Sequence[tuple[int, int, bool]]) -> list[str]:
     """Join the groups of the images of each pair; return the group of each image: of those that are
     joined, the first by name, so that the order of the files doesn't matter."""
     # takes long to import
-    from scipy.sparse import coo_array
-    from scipy.sparse.csgraph import connected_components
+    from scipy.cluster.hierarchy import DisjointSet
 
-    names, places = np.unique(np.array(groups, dtype=object), return_inverse=True)
-    first, second, marks = np.array(pairs, dtype=np.int64).reshape(-1, 3).T
-    edges = (np.ones_like(marks), (places[first], places[second]))
-    _, parts = connected_components(coo_array(edges, shape=(len(names), len(names))))
-    _, firsts = np.unique(parts, return_index=True)
-    joined: list[str] = names[firsts][parts][places].tolist()
-    return joined
+    joined = DisjointSet(groups)
+    for first, second, _ in pairs:
+        joined.merge(groups[first], groups[second])
+    first_of = {name: min(names) for names in joined.subsets() for name in names}
+    return [first_of[name] for name in groups]
 
 
 def rank_names(names: Iterable[str], salt: str) -> list[int]:
@@ -178,7 +184,9 @@ def _draw_groups(
     `again`, the class with the fewest groups gets its smallest one first, and one that leaves none
     is passed over for the next.
     """
-    sizes = sum(members.values(), Counter[int]())
+    sizes = Counter[int]()
+    for counts in members.values():
+        sizes.update(counts)
     # images of each class that aren't chosen
     left = sizes.copy()
     # images that each class still lacks: at least one is chosen, but never all of a class

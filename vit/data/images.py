@@ -1,5 +1,6 @@
 """Image files and images from Python: list them, and decode them to upright RGB pixels."""
 
+import io
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageCms, ImageOps, UnidentifiedImageError
 
 from vit.data.depth import (
     DICOM_SUFFIX,
@@ -119,15 +120,24 @@ def read_image(
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """Convert an image of any mode to RGB: transparency is put on white, and an image of more than
-    8 bits a channel becomes a `DeepImage`."""
+    """Convert an image of any mode to RGB: transparency is put on white, colours become those of
+    sRGB, and an image of more than 8 bits a channel becomes a `DeepImage`."""
     if isinstance(image, DeepImage):
         return image
     if is_deep(image):
         return read_deep(image)
+    profile = image.info.get("icc_profile", b"")
     if image.mode in ("LA", "PA", "RGBA") or "transparency" in image.info:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    if image.mode not in ("RGB", "CMYK"):
+        image = image.convert("RGB")
+    # a broken profile, or one of another kind of colours, changes nothing
+    with suppress(OSError, ImageCms.PyCMSError):
+        own = ImageCms.ImageCmsProfile(io.BytesIO(profile))
+        if "srgb" not in ImageCms.getProfileDescription(own).lower():
+            srgb = ImageCms.createProfile("sRGB")
+            image = ImageCms.profileToProfile(image, own, srgb, outputMode="RGB") or image
     return image if image.mode == "RGB" else image.convert("RGB")
 
 

@@ -165,11 +165,6 @@ class Preprocess:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Preprocess:
         """Return the inverse of `to_dict`; missing values are the defaults."""
-        if values.get("resize_mode") == "pad":
-            raise ValueError(
-                "this model was trained on images with a border, resize_mode pad, which vit no longer"
-                " makes; train it again with data.resize_mode=stretch"
-            )
         arguments: Any = {
             name: tuple(value) if isinstance(value, list) else value
             for name, value in values.items()

@@ -8,7 +8,7 @@ What is missing is held out of the training images, stratified by class, by the 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain
+from itertools import chain, compress
 
 import numpy as np
 
@@ -26,7 +26,6 @@ from vit.data.groups import (
     find_groups,
     hash_images,
     join_duplicates,
-    rank_names,
 )
 from vit.data.label_sets import count_labels, mark_labels
 from vit.data.sources.base import Listing
@@ -91,6 +90,20 @@ class DatasetSplits:
         """The images among which training and validation are, whatever is drawn: all but those of a
         test split that the data set has of its own."""
         return self.images.subset(np.flatnonzero(self.marks != "test"))
+
+    def join_copies(self) -> "DatasetSplits":
+        """Join the groups of all images by their copies and scenes, also those of a split that the
+        data set has of its own, where `rule` asks for it."""
+        return replace(self, images=self._group(self.images))
+
+    @property
+    def training_groups(self) -> set[str]:
+        """The groups of the images of a model's training; empty if they aren't known."""
+        held_out = set(chain.from_iterable((self.written or {}).values()))
+        if self.num_trained_on is None:
+            return set()
+        is_trained_on = (self.marks == "train") & ~np.isin(self.images.ids, list(held_out))
+        return set(compress(self.images.groups or (), is_trained_on))
 
     def describe_splits(self) -> list[str]:
         """Describe the origin of the test and the validation split, a sentence each."""
@@ -175,21 +188,20 @@ class DatasetSplits:
         left = np.arange(len(everything))
         for number, (split, fraction) in enumerate(self._held_out.items()):
             rest = everything.subset(left)
-            salt = f"{self.rule.split_seed}:{split}"
-            if rest.groups is None:
-                mask = _choose_stratified(rest, fraction, salt=salt)
-            else:
+            mask = choose_whole_groups(
+                rest.groups or rest.ids,
+                rest.strata,
+                fraction=fraction,
+                salt=f"{self.rule.split_seed}:{split}",
                 # this split, those after it, and the training images
-                num_splits = len(self._held_out) - number + 1
-                mask = choose_whole_groups(
-                    rest.groups, rest.strata, fraction=fraction, salt=salt, num_splits=num_splits
-                )
+                num_splits=len(self._held_out) - number + 1,
+            )
             places[split] = left[mask]
             left = left[~mask]
         return places
 
     def _group(self, dataset: ImageDataset) -> ImageDataset:
-        """Join the groups of the images that splits are drawn from by their copies."""
+        """Join the groups of images by their copies and scenes."""
         if dataset.groups is not None:
             self._kept_together.append(f"{len(set(dataset.groups)):,} groups stay whole")
         if not self.rule.group_duplicates:
@@ -197,9 +209,9 @@ class DatasetSplits:
         if len(dataset) > MAX_COMPARED:
             self._kept_together.append(
                 f"of more than {MAX_COMPARED:,} images, copies are found by the bytes of their"
-                " files alone, and near-copies may be on both sides"
+                " files alone, and near-copies and frames of one scene may be on both sides"
             )
-        groups, num_copies, num_alike = join_duplicates(
+        groups, num_copies, num_joined, num_alike = join_duplicates(
             dataset.groups or dataset.ids,
             dataset.strata,
             hash_images(dataset),
@@ -213,8 +225,10 @@ class DatasetSplits:
             )
         if not num_copies:
             return dataset
-        text = f"{num_copies:,} images have a copy or a near-copy, which is on the same side"
-        self._kept_together.append(text)
+        self._kept_together.append(
+            f"{num_copies:,} images have a copy or a near-copy or show a scene of others:"
+            f" {num_joined:,} scenes, each on one side"
+        )
         return replace(dataset, groups=groups)
 
 
@@ -291,17 +305,3 @@ def number_listing(listing: Listing, rule: ImageRule, *, name: str, title: str) 
         read=listing.read,
         renamed_classes=renamed,
     )
-
-
-def _choose_stratified(dataset: ImageDataset, fraction: float, *, salt: str) -> np.ndarray:
-    """Choose a fraction of every class, bool [n]: the images whose hashes of (salt, id) rank
-    lowest; at least one of every class that has two or more, never all."""
-    ranks = np.array(rank_names(dataset.ids, salt), dtype=np.uint64)
-    mask = np.zeros(len(dataset), dtype=bool)
-    strata = dataset.strata
-    order = np.lexsort((ranks, strata))
-    sizes = np.bincount(strata)
-    for places in np.split(order, np.cumsum(sizes)[:-1]):
-        num_chosen = max(np.rint(fraction * len(places)), fraction > 0)
-        mask[places[: int(min(num_chosen, max(len(places) - 1, 0)))]] = True
-    return mask

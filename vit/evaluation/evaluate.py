@@ -12,6 +12,7 @@ import numpy as np
 
 from vit.bundle import Bundle, Models, keeps_mode, open_model, require_classifier
 from vit.data.dataset import ImageRule, printable
+from vit.data.splits import DatasetSplits
 from vit.evaluation.images import EvaluationSet, check_data, find_overlap, load_images, open_data
 from vit.evaluation.metrics import Scores, find_known, measure, score_logits
 from vit.evaluation.predictions import CROSS_VALIDATION, Predictions, load_predictions
@@ -130,7 +131,7 @@ def evaluate(
             rule = parse_rule(operating_point, bundle)
         if ordered and bundle.is_multilabel:
             raise ValueError("--ordered is for a model of one class an image")
-        splits = open_data(bundle, data, root, dataset, rule=image_rule)
+        splits = open_data(bundle, data, root, dataset, rule=image_rule).join_copies()
         # the probes of the folds have not seen the images that they predict
         found = None
         if data is None and dataset is None and split is None:
@@ -178,7 +179,7 @@ def evaluate(
             logits,
             values,
             is_ordered=ordered,
-            data=printable(splits.title),
+            splits=splits,
             notes=notes,
             conditions=_describe_conditions(predictor),
         )
@@ -244,7 +245,7 @@ def _measure(
     values: Mapping[str, Mapping[str, str]],
     *,
     is_ordered: bool,
-    data: str,
+    splits: DatasetSplits,
     notes: list[str],
     conditions: dict[str, str],
 ) -> tuple[Scores, Evaluation]:
@@ -269,7 +270,8 @@ def _measure(
     overlap = None
     # a cross-validated model has seen all of them, and the probes that predict them have not
     if dataset.split != CROSS_VALIDATION:
-        overlap = find_overlap(bundle, images, is_correct=scores.correct)
+        known = splits.training_groups
+        overlap = find_overlap(bundle, images, training_groups=known, is_correct=scores.correct)
     evaluation = Evaluation(
         task=bundle.data.get("task", "classes"),
         metrics={name: find_known(value) for name, value in measured.metrics.items()},
@@ -288,7 +290,7 @@ def _measure(
         model=bundle.name,
         model_sha256=bundle.sha256,
         run_id=bundle.metadata.get("run_id"),
-        data=data,
+        data=printable(splits.title),
         notes=notes,
         conditions=conditions,
     )

@@ -2,7 +2,7 @@
 that were in training."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -132,9 +132,9 @@ def open_data(
 class TrainTestOverlap:
     """Evaluated images that were in training: metrics on them don't measure generalisation.
 
-    `exact` ones have the same pixels, `near` ones are recoded, resized, mirrored or very similar;
-    `examples` names up to 20, exact ones first; `accuracy_without` is the top-1 accuracy, or exact
-    match, of the other images, null without any.
+    `exact` ones have the same pixels, `near` ones are recoded, resized, mirrored or very similar,
+    or of the scene or group of one; `examples` names up to 20, exact ones first;
+    `accuracy_without` is the top-1 accuracy, or exact match, of the other images, null without any.
     """
 
     exact: int
@@ -144,16 +144,24 @@ class TrainTestOverlap:
 
 
 def find_overlap(
-    bundle: Bundle, images: EvaluationSet, *, is_correct: Bools
+    bundle: Bundle,
+    images: EvaluationSet,
+    *,
+    training_groups: Set[str] = frozenset(),
+    is_correct: Bools,
 ) -> TrainTestOverlap | None:
-    """Look for images that were in training; None if it isn't known which ones were."""
+    """Look for images that were in training, or whose scene or group was; None if it isn't known
+    which ones were."""
     # training that decodes its images batch by batch records no hashes
     if bundle.training_hashes is None or images.dataset.hashes is None:
         return None
     exact, near = find_duplicates(images.dataset.hashes, bundle.training_hashes)
-    indices = [*exact[:, 0].tolist(), *near[:, 0].tolist()]
+    groups = images.dataset.groups or ()
+    in_groups = np.flatnonzero([name in training_groups for name in groups])
+    seen = np.setdiff1d([*near[:, 0], *in_groups], exact[:, 0])
+    indices = [*exact[:, 0].tolist(), *map(int, seen)]
     others = np.delete(is_correct, indices)
     names = [images.ids[index] for index in indices[:_MAX_NAMES]]
     return TrainTestOverlap(
-        len(exact), len(near), names, float(others.mean()) if len(others) else None
+        len(exact), len(seen), names, float(others.mean()) if len(others) else None
     )

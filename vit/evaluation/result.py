@@ -210,7 +210,7 @@ class Evaluation(BaseModel):
         if overlap is not None and overlap.exact + overlap.near:
             text = (
                 f"{overlap.exact} of these images were in training, {overlap.near} more are"
-                f" near-duplicates of one that was: {', '.join(overlap.examples[:3])}"
+                f" near-duplicates of one that was, or of its scene: {', '.join(overlap.examples[:3])}"
             )
             if overlap.accuracy_without is not None:
                 text += (

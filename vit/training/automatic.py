@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vit.config import Config, Overrides, list_overrides, load_config
+from vit.data.mirrors import find_mirrored_classes
 from vit.data.open import find_kind
 from vit.data.splits import DatasetSplits
 from vit.data.statistics import measure_sample
@@ -117,6 +118,10 @@ def choose_config(
             # gave 82.4 and 81.1 %
             chosen |= {"augment.cutmix": 1.0, "optimizer.weight_decay": 0.1}
     reasons["recipe"] = f"{name}; set augment.flip=none where left and right matter, as in letters"
+    flips = given.get("augment.flip") is None and recipe.augment.flip != "none"
+    if flips and (pair := find_mirrored_classes(images)):
+        chosen["augment.flip"] = "none"
+        reasons["recipe"] = f"{name}; no flips: mirrored, {pair[0]!r} looks like {pair[1]!r}"
     # The user's own length holds.
     if not given.keys() & {"train.epochs", "train.max_steps"}:
         chosen["train.max_minutes"] = minutes

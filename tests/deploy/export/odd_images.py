@@ -6,6 +6,8 @@ import numpy as np
 from PIL import Image
 from sklearn.datasets import load_sample_images
 
+from tests.data.test_colour import SWAPPED
+
 # name → mode of Pillow
 _MODES = {
     "cmyk.jpg": "CMYK",
@@ -50,6 +52,8 @@ def write_odd_images(folder: Path) -> list[Path]:
     grey.save(folder / "grey-transparent.png", transparency=100)
     photo.save(folder / "film.gif", save_all=True, append_images=[photo.rotate(180)])
 
+    for mode in ("RGB", "RGBA", "P", "L"):
+        photo.convert(mode).save(folder / f"profile-{mode}.png", icc_profile=SWAPPED)
     values = np.asarray(grey).astype(np.uint16)
     Image.fromarray(values * 257).save(folder / "16-bit.png")
     Image.fromarray(values * 16).save(folder / "12-bit.png")

@@ -16,7 +16,7 @@ from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 from vit.data.corrections import SEPARATOR
 from vit.data.dataset import ImageDataset, printable
 from vit.data.duplicates import find_pairs
-from vit.data.groups import join_duplicates
+from vit.data.groups import hash_images, join_duplicates
 from vit.prediction.neighbours import compute_distances, find_nearest
 from vit.prediction.probabilities import Bools, Float32s, Floats, Ints
 from vit.training.folds import assign_folds
@@ -119,7 +119,9 @@ def audit_images(
 
     # names and the order of the images don't matter: equal pixels are a group
     own_groups = dataset.groups or [f"{digest:016x}" for digest in dataset.digests.tolist()]
-    groups, *_ = join_duplicates(own_groups, dataset.strata, dataset.hashes, num_splits=2)
+    # with the thumbnails, by which scenes are found
+    hashes = np.concatenate([dataset.hashes, hash_images(dataset)[2:]])
+    groups, *_ = join_duplicates(own_groups, dataset.strata, hashes, num_splits=2)
     folds = assign_folds(dataset.labels, groups)
     examined = np.flatnonzero(folds >= 0)
     if len(np.unique(dataset.strata[examined])) < 2:

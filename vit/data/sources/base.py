@@ -178,12 +178,12 @@ def read_stats(paths: Sequence[str]) -> np.ndarray:
 
 
 def compute_once(
-    path: Path, keys: np.ndarray, compute: Callable[[int], Sequence[int]]
+    path: Path, keys: np.ndarray, compute: Callable[[int], Sequence[int] | np.ndarray]
 ) -> np.ndarray:
     """Return m numbers for each key [n, k], uint64 [n, m]. Those that the .npz file `path` lacks
     are computed in threads, from the index of a key."""
     stored = open_cached(path, partial(read_arrays, path)) or {"keys": keys[:0], "values": keys[:0]}
-    known = dict(zip(map(bytes, stored["keys"]), stored["values"].tolist(), strict=True))
+    known = dict(zip(map(bytes, stored["keys"]), stored["values"], strict=True))
     texts = list(map(bytes, keys))
     missing = {text: index for index, text in enumerate(texts) if text not in known}
     with ThreadPoolExecutor() as pool:

@@ -3,13 +3,15 @@
 It prints a JSON line for each photo, and needs numpy, onnxruntime and Pillow.
 """
 
+import contextlib
+import io
 import json
 import sys
 from pathlib import Path
 
 import numpy as np
 import onnxruntime
-from PIL import Image, ImageOps
+from PIL import Image, ImageCms, ImageOps
 
 # only these: some other formats of Pillow start programs
 FORMATS = ["AVIF", "BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP"]
@@ -22,13 +24,14 @@ names, preprocess, thresholds = facts["class_names"], facts["preprocess"], facts
 
 
 def read_photo(path):
-    """Return an upright photo in RGB, with transparency on white."""
+    """Return an upright photo in sRGB, with transparency on white."""
     with Image.open(path, formats=FORMATS) as photo:
         if ";16" in str(photo.tile) and photo.mode in ("RGB", "RGBA"):
             raise ValueError("it has 16 bits a colour, of which 8 would be read; save it with 8")
         if ";16" in str(photo.tile) and getattr(photo, "tag_v2", {}).get(262) == 0:
             raise ValueError("its largest values are black; save it as PNG")
         photo = ImageOps.exif_transpose(photo)
+    profile = photo.info.get("icc_profile", b"")
     if photo.mode.startswith("I") or photo.mode == "F":
         if not preprocess.get("value_range"):
             raise ValueError("it has more than 8 bits, and the model knows 8; save it with 8 bits")
@@ -38,6 +41,13 @@ def read_photo(path):
     if photo.has_transparency_data:
         photo = photo.convert("RGBA")
         photo = Image.alpha_composite(Image.new("RGBA", photo.size, "white"), photo)
+    if photo.mode not in ("RGB", "CMYK"):
+        photo = photo.convert("RGB")
+    with contextlib.suppress(OSError, ImageCms.PyCMSError):
+        own = ImageCms.ImageCmsProfile(io.BytesIO(profile))
+        if "srgb" not in ImageCms.getProfileDescription(own).lower():
+            srgb = ImageCms.createProfile("sRGB")
+            photo = ImageCms.profileToProfile(photo, own, srgb, outputMode="RGB")
     return photo.convert("RGB")
 
 
