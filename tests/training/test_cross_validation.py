@@ -8,6 +8,7 @@ from sklearn.metrics import average_precision_score
 
 from vit.evaluation.intervals import compute_clustered_interval
 from vit.prediction.batch_predictor import Features
+from vit.training.folds import assign_folds
 from vit.training.linear_probe import predict_by_other_folds
 
 BURST = 4
@@ -26,9 +27,8 @@ def run(
     features: Features, labels: np.ndarray, groups: list[str] | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """The fold that left out each image, and which images are right."""
-    folds, logits = predict_by_other_folds(
-        features, labels, num_classes=2, groups=groups, num_folds=3
-    )
+    folds = assign_folds(labels, groups, num_folds=3)
+    logits = predict_by_other_folds(features, labels, folds, num_classes=2, groups=groups)
     return folds, logits.argmax(axis=1) == labels
 
 
@@ -64,9 +64,8 @@ def test_labels_are_predicted_by_probes_of_the_other_folds() -> None:
     features = make_features(rng.normal(size=(40, 32))[bursts] + 0.1 * rng.normal(size=(160, 32)))
 
     def measure(groups: list[str] | None) -> float:
-        _, logits = predict_by_other_folds(
-            features, marks, num_classes=3, groups=groups, num_folds=3
-        )
+        folds = assign_folds(marks, groups, num_folds=3)
+        logits = predict_by_other_folds(features, marks, folds, num_classes=3, groups=groups)
         return float(average_precision_score(marks, logits))
 
     assert measure(None) > 0.95

@@ -17,7 +17,7 @@ from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 from vit.data.statistics import compute_class_weights
 from vit.model.logits import Readout
 from vit.prediction.batch_predictor import Features
-from vit.prediction.probabilities import Float32s, Ints
+from vit.prediction.probabilities import Float32s
 from vit.training.folds import Folds, Labels, assign_folds, train_on_whole_classes
 
 FloatArray = NDArray[np.float64]
@@ -88,24 +88,17 @@ def fit_probe(
 def predict_by_other_folds(
     features: Features,
     labels: Labels,
+    folds: Folds,
     *,
     num_classes: int,
     groups: Sequence[str] | None,
-    num_folds: int,
     balanced: bool = False,
-) -> tuple[Ints, Float32s]:
+) -> Float32s:
     """Predict each image by a probe of the other folds. These choose the block, the pooling and the
     strength anew each time, so that nothing of the result has seen the image or its group.
 
-    Returns the fold that left out each image, or −1, and the logits [n, C], 0 where it is −1.
-    Raises ValueError if every class has too few images or groups to leave any out.
+    Returns the logits [n, C], 0 for an image that no fold leaves out.
     """
-    folds = assign_folds(labels, groups, num_folds=num_folds)
-    if folds.max() < 1:
-        raise ValueError(
-            "--folds leaves out images of each class in turn, and every class has one image or"
-            " group alone; add some"
-        )
     logits = np.zeros((len(labels), num_classes), dtype=np.float32)
     for fold in range(folds.max() + 1):
         is_out = folds == fold
@@ -121,7 +114,7 @@ def predict_by_other_folds(
             known_features, labels[known], inner_folds, num_classes=num_classes, balanced=balanced
         )
         logits[is_out] = probe.compute_logits(features[probe.readout][is_out].numpy())
-    return folds, logits
+    return logits
 
 
 def _measure(
