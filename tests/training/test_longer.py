@@ -75,8 +75,9 @@ def test_folds_of_a_run_are_trained_as_it_is_configured(
         finish(trainer)
 
     finish = Trainer._finish_epoch
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(Trainer, "_finish_epoch", fail)
-        train("parts")
+        with pytest.raises(KeyboardInterrupt):
+            train("parts")
     assert load_bundle(tmp_path / "parts" / "folds" / "1").metadata["step"] == 6
     assert np.array_equal(train("parts", resume=True), logits)

@@ -164,16 +164,14 @@ def open_folder(source: str | Path) -> OpenedModel:
     return OpenedModel(ours, class_names, preprocess, is_multilabel)
 
 
-def describe(
-    module: nn.Module, *, num_classes: int, img_size: tuple[int, int]
-) -> dict[str, dict[str, Any]]:
+def describe(module: nn.Module, *, num_classes: int) -> dict[str, dict[str, Any]]:
     """Describe a module for a model file, from which `build` builds it again."""
     if isinstance(module, VisionTransformer):
         return {"architecture": module.architecture}
     # timm takes seconds to import
     from vit.model.timm_weights import describe_module
 
-    return {"module": describe_module(module, num_classes=num_classes, img_size=img_size)}
+    return {"module": describe_module(module, num_classes=num_classes)}
 
 
 def build(content: ModelFile, *, origin: str) -> nn.Module:

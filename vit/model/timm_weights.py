@@ -18,10 +18,9 @@ from torch import nn
 
 from vit.model.attention import NORM_EPS
 from vit.model.model_file import StateDict
-from vit.model.model_info import find_image_size
 from vit.model.vision_transformer import Architecture
 from vit.model.weights import check_fit, infer_architecture
-from vit.runtime.arguments import Size, first_line
+from vit.runtime.arguments import first_line
 from vit.runtime.hub import offline_if_unreachable
 from vit.runtime.places import suggest
 
@@ -48,14 +47,17 @@ def create_timm(name: str) -> nn.Module:
     return module.eval()
 
 
-def describe_module(module: nn.Module, *, num_classes: int, img_size: Size) -> dict[str, Any]:
+def describe_module(module: nn.Module, *, num_classes: int) -> dict[str, Any]:
     """Describe another library's module for a model file: its class, and its name and arguments in
     timm if these are enough to build it again."""
     name = f"{type(module).__module__}.{type(module).__qualname__}"
     timm_name = (getattr(module, "pretrained_cfg", None) or {}).get("architecture", "")
-    takes_size = hasattr(getattr(module, "patch_embed", None), "img_size")
-    values = {"name": name, "timm": timm_name, "img_size": img_size if takes_size else None}
-    values["args"] = getattr(module, "_model_args", {})
+    values = {
+        "name": name,
+        "timm": timm_name,
+        "args": getattr(module, "_model_args", {}),
+        "img_size": getattr(getattr(module, "patch_embed", None), "img_size", None),
+    }
     # A model that was changed after timm built it doesn't fit its name any more, and JSON can't hold
     # each argument.
     with suppress(ValueError, TypeError):
@@ -105,11 +107,9 @@ def build_dinov3(weights: StateDict, *, origin: str) -> nn.Module:
 def rebuild_timm(module: nn.Module, *, drop_path_rate: float) -> nn.Module:
     """Build a module of timm again, with its weights, to be trained at this rate."""
     net: Any = module
-    count, size = net.num_classes, find_image_size(module)
-    assert size is not None, "models of timm have one"
-    values = describe_module(module, num_classes=count, img_size=size)
+    values = describe_module(module, num_classes=net.num_classes)
     arguments = {**values.get("args", {}), "drop_path_rate": drop_path_rate}
-    rebuilt = build_module(values | {"args": arguments}, num_classes=count)
+    rebuilt = build_module(values | {"args": arguments}, num_classes=net.num_classes)
     rebuilt.load_state_dict(module.state_dict())
     return rebuilt
 

@@ -14,7 +14,7 @@ from vit.prediction.probabilities import Float32s
 from vit.runtime.console import echo
 from vit.runtime.processes import current_process
 from vit.training.folds import assign_folds, name_always_trained
-from vit.training.linear_probe import predict_by_other_folds
+from vit.training.linear_probe import predict_left_out
 from vit.training.run import Run
 from vit.training.run_directory import FOLDS
 from vit.training.signals import TrainingInterrupted
@@ -35,17 +35,8 @@ def cross_validate(
 ) -> str:
     """Predict each image by a model that has seen neither it nor another image of its group, and
     write the predictions, which `vit evaluate` measures, into a run's directory. Returns a sentence
-    for the user.
-
-    Args:
-        run: The run, which trains on all images itself.
-        build: `build_run` with the run's own device and objects.
-        module: A model from Python as it was before its training.
-        resume: Continue the runs of the folds.
-
-    Raises:
-        ValueError: Every class has too few images or groups to leave any out.
-        TrainingInterrupted: See `vit.train`.
+    for the user. `build` is `build_run` with the run's device and objects, and `module` its model
+    from Python before any training. Raises ValueError if no class has images to leave out.
     """
     data, probe = run.data, run.probe
     is_main = current_process().is_main
@@ -58,7 +49,6 @@ def cross_validate(
             "--folds leaves out images of each class in turn, and every class has one image or"
             " group alone; add some"
         )
-    num_classes = len(images.class_names)
 
     def train_without(fold: int) -> Float32s:
         splits = replace(
@@ -84,26 +74,27 @@ def cross_validate(
         step = part.trainer.train_step
         return predict_validation(part.data, step.averaged_model, step.device)
 
-    if probe and probe.features:
-        logits = predict_by_other_folds(
-            probe.features,
-            images.labels,
-            folds,
-            num_classes=num_classes,
-            groups=images.groups,
-            balanced=data.class_balance == "weights",
-        )
-    else:
-        logits = np.zeros((len(images), num_classes), dtype=np.float32)
-        for fold in range(num_folds):
-            if is_main:
-                echo(f"fold {fold + 1} of {num_folds}", err=True)
-            try:
-                logits[folds == fold] = train_without(fold)
-            except TrainingInterrupted as stopped:
-                raise TrainingInterrupted(
-                    f"stopped in fold {fold + 1}; continue with --resume --output {directory}"
-                ) from stopped
+    logits = np.zeros((len(images), len(images.class_names)), dtype=np.float32)
+    for fold in range(num_folds):
+        if probe and probe.features:
+            logits[folds == fold] = predict_left_out(
+                probe.features,
+                images.labels,
+                folds,
+                fold,
+                num_classes=logits.shape[1],
+                groups=images.groups,
+                balanced=data.class_balance == "weights",
+            )
+            continue
+        if is_main:
+            echo(f"fold {fold + 1} of {num_folds}", err=True)
+        try:
+            logits[folds == fold] = train_without(fold)
+        except TrainingInterrupted as stopped:
+            raise TrainingInterrupted(
+                f"stopped in fold {fold + 1}; continue with --resume --output {directory}"
+            ) from stopped
     measured = np.flatnonzero(folds >= 0)
     answers = logits[measured]
     scores = score_logits(answers, images.labels[measured])

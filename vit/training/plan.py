@@ -93,8 +93,6 @@ class Progress:
 
     Attributes:
         total_steps: Steps that fit into the time; None: those of the plan.
-        planned_steps: Steps of the plan.
-        max_minutes: Its minutes; None: no limit.
         best_step: Step of the best model; 0: there is no model yet, or that of before the first.
         best: Measures of the best model on the validation images, by name.
         epoch_sums: Sums over the current epoch, on the device: losses of the steps, right images.
@@ -104,8 +102,6 @@ class Progress:
     step_in_epoch: int = 0
     step: int = 0
     total_steps: int | None = None
-    planned_steps: int = 0
-    max_minutes: float | None = None
     best_step: int = 0
     best: dict[str, float] = dataclasses.field(default_factory=dict)
     elapsed_seconds: float = 0.0

@@ -4,7 +4,6 @@ import math
 
 import torch
 
-from vit.model.model_info import is_of
 from vit.runtime.console import build_console, build_table
 from vit.runtime.device import describe_device
 from vit.training.run import Run
@@ -22,11 +21,11 @@ def print_plan(run: Run, choices: dict[str, str], *, resumed: bool) -> None:
         for name, reason in dataset.unreadable:
             console.print(f"skipped {dataset.split} image {name}: {reason}", soft_wrap=True)
     if resumed:
-        step, total_steps = run.trainer.progress.step, run.trainer.plan.total_steps
-        text = f"resuming after step {step} of {total_steps}"
-        if step < total_steps:
-            text += f", at a learning rate of {run.trainer.train_step.learning_rate:.2g}"
-        console.print(text)
+        trainer = run.trainer
+        console.print(
+            f"resuming after step {trainer.progress.step} of {trainer.plan.total_steps}, at a"
+            f" learning rate of {trainer.train_step.learning_rate:.2g}"
+        )
         return
     for sentence in train.notes:
         console.print(f"warning: {sentence}", style="yellow", soft_wrap=True)
@@ -50,14 +49,15 @@ def _summarize_run(run: Run) -> dict[str, str]:
             f"{epochs} epochs of {plan.steps_per_epoch} steps of {plan.batch_size} images,"
             f" {plan.total_steps:,} steps in all"
         )
-    model = f"{sum(parameter.numel() for parameter in step.module.parameters()):,} parameters"
-    if is_of(step.module, "timm"):
-        model = f"timm's own {type(step.module).__name__}, {model}"
+    kind = type(step.module)
+    num_parameters = sum(parameter.numel() for parameter in step.module.parameters())
     facts = {
         "data": f"{data.splits.title}: {images}; {classes}",
         "read as": "; ".join(data.splits.read),
         "splits": "; ".join(data.splits.describe_splits()),
-        "model": model,
+        "model": (
+            f"{kind.__name__} of {kind.__module__.partition('.')[0]}, {num_parameters:,} parameters"
+        ),
         "device": (
             f"{describe_device(step.device)}, {torch.get_num_threads()} threads, {step.precision}"
         ),

@@ -98,11 +98,9 @@ def build_run(
     else:
         model, pretrained = build_model(config, class_names=class_names)
         if config.data.image_size is None:
-            found = pretrained.image_size if pretrained else find_image_size(model)
-            assert found is not None, "models of vit and timm have one"
-            height, width = found
-            size = height if height == width else (height, width)
-            config = config.with_data(image_size=size)
+            size = pretrained.image_size if pretrained else find_image_size(model)
+            assert size is not None, "models of vit and timm have one"
+            config = config.with_data(image_size=size[0] if size[0] == size[1] else size)
     check_model(config, model, num_classes=num_classes)
     # The model moves first, because the optimizer creates its state on the device of the weights.
     model.to(device)

@@ -182,7 +182,7 @@ def train(
         keys |= {"train.label_smoothing": 0, "train.class_balance": "none"}
     if folds is not None:
         keys |= FOLDS_KEYS
-        if init is not None:
+        if "model.init" in keys:
             keys |= PROBE_KEYS
     all_overrides = {key: value for key, value in keys.items() if value is not None}
     if init == RANDOM:
@@ -224,11 +224,11 @@ def train(
         if process.is_main:
             trainer.observers += callbacks
         is_resumed = resume and trainer.resume()
-        if process.is_main and not is_resumed and not dry_run:
-            clear_run_directory(directory, overwrite=overwrite)
+        if process.is_main and not dry_run:
+            if not is_resumed:
+                clear_run_directory(directory, overwrite=overwrite)
             if run.probe is not None and run.probe.curve is not None:
                 write_atomically(directory / CURVE_FILE, format_json(run.probe.curve))
-        if process.is_main and not dry_run:
             saved = yaml.safe_dump(values_to_save(run.data.config), sort_keys=False)
             write_atomically(directory / CONFIG_FILE, saved)
         if show_plan and process.is_main:

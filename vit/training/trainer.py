@@ -67,11 +67,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.process = current_process()
-        self._planned: dict[str, Any] = {
-            "planned_steps": self.plan.total_steps,
-            "max_minutes": self.plan.settings.max_minutes,
-        }
-        self.progress = Progress(**self._planned)
+        self.progress = Progress()
         self.writer = BackgroundWriter()
         self._checkpoints = CheckpointStore(self.directory / CHECKPOINTS)
         self._write_model = partial(
@@ -83,6 +79,8 @@ class Trainer:
         )
         # `plan` changes if the time is too short for the full plan.
         self._full_plan = self.plan
+        # steps and minutes
+        self._planned_length = (self.plan.total_steps, self.plan.settings.max_minutes or math.inf)
         self._started_at = 0.0
         # time at which this process began to train, and the run's step at that time
         self._speed_start = (0.0, 0)
@@ -298,6 +296,7 @@ class Trainer:
             "progress": vars(progress),
             "state": self.train_step.state_dict(),
             "identity": self.identity,
+            "length": self._planned_length,
         }
         # in the host's memory, where later steps don't change it
         content = io.BytesIO()
@@ -321,11 +320,10 @@ class Trainer:
         origin = f"the checkpoint of step {values['progress']['step']}"
         self.progress = Progress(**values["progress"])
         recorded = values["identity"]
-        if self._is_longer():
+        if self._is_longer(*values["length"]):
             self.progress.total_steps = None
             recorded |= {name: self.identity[name] for name in LENGTHS}
         check_same_run(self.identity, recorded, origin=origin)
-        vars(self.progress).update(self._planned)
         self._saved_step = self.progress.step
         if self.progress.total_steps is not None:
             self._set_length(self.progress.total_steps)
@@ -341,14 +339,15 @@ class Trainer:
                 self.writer.wait()
         return True
 
-    def _is_longer(self) -> bool:
+    def _is_longer(self, old_steps: int, old_minutes: float) -> bool:
         """Return whether the run of a checkpoint has ended, and has more steps or minutes now."""
         progress = self.progress
-        has_ended = progress.step >= (progress.total_steps or progress.planned_steps)
-        if not has_ended or progress.step_in_epoch or progress.step >= self.plan.total_steps:
+        steps, minutes = self._planned_length
+        has_ended = progress.step >= (progress.total_steps or old_steps)
+        if not has_ended or progress.step_in_epoch or progress.step >= steps:
             return False
-        now = self.plan.settings.max_minutes or math.inf
-        return progress.total_steps is None or now > (progress.max_minutes or math.inf)
+        was_shortened = progress.total_steps is not None
+        return minutes > old_minutes if was_shortened else steps > old_steps
 
     def _report(self, result: StepResult) -> None:
         """Report a step to the observers."""

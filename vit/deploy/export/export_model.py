@@ -10,7 +10,6 @@ from vit.deploy.export.onnx_file import ONNX_FILE, build_onnx_files
 from vit.deploy.export.python_formats import build_folder_files
 from vit.model.model_info import is_of
 from vit.model.modules import load_timm
-from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.arguments import check_choice
 from vit.runtime.files import check_output, expand_home, open_output, write_atomically
 from vit.runtime.progress import show_progress
@@ -51,9 +50,8 @@ def export_model(
         raise ValueError(f"--attention is an option of --format onnx, not of {format}")
     bundle = open_model(model, device="cpu")
     require_classifier(bundle)
-    # The exporters know the layers of this project, and ONNX holds any of timm's.
-    is_held = format == "onnx" and not attention and is_of(bundle.model, "timm")
-    if not (is_held or isinstance(bundle.model, VisionTransformer)):
+    # The exporters know the layers of this project; ONNX holds those of timm, too.
+    if attention or format != "onnx" or not is_of(bundle.model, "timm"):
         bundle = replace(bundle, model=load_timm(bundle.model))
     check_output(expand_home(output), overwrite=overwrite, sources=(bundle.name,))
     # a model that the format can't hold is refused before anything is written
