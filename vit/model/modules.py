@@ -152,7 +152,7 @@ def open_folder(source: str | Path) -> OpenedModel:
         return OpenedModel(module, preprocess=preprocess, is_multilabel=is_multilabel)
     if kind != "vit":
         raise ValueError(
-            f"{folder} holds a {kind}, not a ViT of Hugging Face; take timm's weights, such as"
+            f"{folder} holds a {kind}, not a ViT of Hugging Face; take timm:NAME, such as"
             " timm:vit_small_patch16_dinov3.lvd1689m, or pass its module from Python"
         )
     weights, architecture = read_huggingface(folder, config)

@@ -55,7 +55,7 @@ def describe_module(module: nn.Module, *, num_classes: int) -> dict[str, Any]:
     values = {
         "name": name,
         "timm": timm_name,
-        "args": getattr(module, "_model_args", {}),
+        "args": {**getattr(module, "_model_args", {}), "num_classes": num_classes},
         "img_size": getattr(getattr(module, "patch_embed", None), "img_size", None),
     }
     # A model that was changed after timm built it doesn't fit its name any more, and JSON can't hold
@@ -121,7 +121,7 @@ def freeze_timm(module: nn.Module, part: Literal["backbone"] | int) -> None:
     if part == "backbone":
         net.get_classifier().requires_grad_(True)
         return
-    # what comes before the blocks, each block, and what comes after them
+    # the embeddings, each block, and what comes after them
     groups = list(group_parameters(module, net.group_matcher()).values())
     if part > len(groups) - 2:
         raise ValueError(f"freeze {part}: the model has {len(groups) - 2} blocks")

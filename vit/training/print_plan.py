@@ -22,9 +22,11 @@ def print_plan(run: Run, choices: dict[str, str], *, resumed: bool) -> None:
             console.print(f"skipped {dataset.split} image {name}: {reason}", soft_wrap=True)
     if resumed:
         trainer = run.trainer
+        # the same fraction for all parameters
+        highest = trainer.train_step.optimizer.param_groups[0]["initial_lr"]
         console.print(
-            f"resuming after step {trainer.progress.step} of {trainer.plan.total_steps}, at a"
-            f" learning rate of {trainer.train_step.learning_rate:.2g}"
+            f"resuming after step {trainer.progress.step} of {trainer.plan.total_steps}, at"
+            f" {trainer.train_step.learning_rate / highest:.0%} of the highest learning rate"
         )
         return
     for sentence in train.notes:

@@ -1,4 +1,4 @@
-"""The linear probe that a run of pretrained weights starts from, and its cross-validation."""
+"""The linear probe that a run of pretrained weights starts from."""
 
 from typing import Any, NamedTuple
 

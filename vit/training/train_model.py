@@ -252,7 +252,7 @@ def train(
                 echo(sentence, err=True)
         progress = trainer.train()
         complete_model_file(run, directory)
-        if process.is_main:
+        if process.is_main and trainer.is_done():
             remove(directory / FOLDS)
 
     return TrainingResult(
