@@ -138,7 +138,6 @@ class Bundle:
 
     def to_file(self, weights: dict[str, Tensor] | None = None) -> ModelFile:
         """Return the content of a model file. Without `weights`, it has the model's own tensors."""
-        count, size = len(self.class_names), self.preprocess.image_size
         if isinstance(self.model, VisionTransformer):
             check_class_names(self.class_names, self.model.num_classes)
         metadata = {
@@ -146,7 +145,7 @@ class Bundle:
             "step": None,
             "versions": collect_versions(),
             **self.metadata,
-            **describe(self.model, num_classes=count, img_size=size),
+            **describe(self.model, num_classes=len(self.class_names)),
             "class_names": list(self.class_names),
             "config": self.config,
             "data": self.data,

@@ -186,15 +186,3 @@ def test_folds_predict_every_image_and_the_model_is_fitted_on_all(
     # no image is left that it hasn't seen
     failure = cli.run("evaluate", run, "--split", "test", "-o", tmp_path / "test")
     assert "the test split is empty" in failure.err
-
-    failure = cli.run(
-        "train",
-        "folder/finetune",
-        "data.name=digits",
-        "model.init=null",
-        "--folds",
-        "4",
-        "-o",
-        tmp_path / "x",
-    )
-    assert "--folds cross-validates a linear probe" in failure.err

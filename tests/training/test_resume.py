@@ -1,5 +1,6 @@
 """A run that dies anywhere and is resumed ends where an uninterrupted one ends, bit for bit."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -126,3 +127,32 @@ def test_the_model_file_is_written_again_from_the_best_checkpoint(
     assert (tmp_path / "run" / "model.safetensors").read_bytes() == written
     resumed.trainer.train()
     assert_equal_runs(whole[0], tmp_path / "run")
+
+
+def test_a_run_that_has_ended_is_trained_longer_and_resumes_exactly(
+    make_run: MakeRun, tmp_path: Path
+) -> None:
+    make_run(tmp_path / "whole").trainer.train()
+    shutil.copytree(tmp_path / "whole", tmp_path / "parts")
+    longer = make_run(tmp_path / "whole", "train.epochs=5").trainer
+    longer.resume()
+    assert (longer.progress.step, longer.plan.total_steps) == (15, 25)
+    # the rate of a run of 5 epochs at this step
+    other = make_run(tmp_path / "other", "train.epochs=5").trainer.train_step
+    other.num_steps = 15
+    assert longer.train_step.learning_rate == other.learning_rate > 1e-6
+    longer.train()
+
+    parts = make_run(tmp_path / "parts", "train.epochs=5")
+    parts.trainer.resume()
+    run_until(parts, 22)
+    resumed = make_run(tmp_path / "parts", "train.epochs=5").trainer
+    resumed.resume()
+    resumed.train()
+    assert_equal_runs(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_a_run_that_has_not_ended_keeps_its_length(make_run: MakeRun, tmp_path: Path) -> None:
+    run_until(make_run(tmp_path, "train.checkpoint_every_steps=5"), 12)
+    with pytest.raises(ValueError, match=r"train\.epochs is 3 there, 5 here"):
+        make_run(tmp_path, "train.epochs=5").trainer.resume()

@@ -439,3 +439,23 @@ def test_a_mistake_is_one_sentence(plain: Any, arrays: Arrays, tmp_path: Path, n
     with pytest.raises(ValueError, match=sentence) as error:
         call(plain, arrays, tmp_path / "run")
     assert len(str(error.value).splitlines()) == 1
+
+
+def test_folds_of_a_run_are_trained_as_it_is_configured(arrays: Arrays, tmp_path: Path) -> None:
+    def train(name: str, **options: Any) -> np.ndarray:
+        run = vit.train(CONFIG, output=tmp_path / name, dataset=arrays, folds=3, **options)
+        # the model of the run has seen all images
+        assert run.bundle.data["splits"]["train"]["num_images"] == 90
+        found = np.load(tmp_path / name / "predictions.npz")
+        # two epochs of one block tell most colours
+        assert (found["labels"] == found["predicted"]).mean() > 0.5
+        return found["logits"]
+
+    logits = train("whole")
+    assert len(logits) == 90
+
+    # of a run that was stopped, a fold that is lost is trained again
+    train("parts", callbacks=[StopAfter(1)])
+    shutil.rmtree(tmp_path / "parts" / "folds" / "2")
+    assert np.array_equal(train("parts", resume=True), logits)
+    assert not (tmp_path / "parts" / "folds").exists()

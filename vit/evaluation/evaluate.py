@@ -65,7 +65,7 @@ def evaluate(
             model's own.
         root: Folder of the data set that `data` names. None: its usual place.
         split: Split to measure on: train, validation, test or all. None: for
-            a run of vit train --folds each image by a probe that hasn't seen
+            a run of vit train --folds each image by a model that hasn't seen
             it, else test, all without splits, or validation for images that
             were passed to `vit.train`.
         dataset: Images instead of `data`, as `vit.train` takes them. They
@@ -156,9 +156,9 @@ def evaluate(
         logits = None
         if found is not None:
             notes.append(
-                "each image is predicted by a linear probe that has seen neither it nor its group;"
+                "each image is predicted by a model that has seen neither it nor its group;"
                 " the model itself is trained on all images; intervals may be a little too narrow,"
-                " because the probes share training images (Bates, Hastie & Tibshirani 2021)"
+                " because the models share training images (Bates, Hastie & Tibshirani 2021)"
             )
             images, logits = _select(images, found), found.logits
         # the operating point changes what is predicted, but no logits
@@ -268,10 +268,10 @@ def _measure(
                 f" at the {column} instead"
             )
     overlap = None
-    # a cross-validated model has seen all of them, and the probes that predict them have not
+    # a cross-validated model has seen all of them, and those that predict them have not
     if dataset.split != CROSS_VALIDATION:
-        known = splits.training_groups
-        overlap = find_overlap(bundle, images, training_groups=known, is_correct=scores.correct)
+        seen = splits.training_groups
+        overlap = find_overlap(bundle, images, training_groups=seen, is_correct=scores.correct)
     evaluation = Evaluation(
         task=bundle.data.get("task", "classes"),
         metrics={name: find_known(value) for name, value in measured.metrics.items()},

@@ -1,5 +1,5 @@
 """Predictions of images as arrays. `vit evaluate` writes them for `vit compare`; a run of
-`vit train --folds` writes those of each image by a probe that has seen neither it nor its group,
+`vit train --folds` writes those of each image by a model that has seen neither it nor its group,
 and `vit evaluate RUN` measures them like a test split."""
 
 from dataclasses import dataclass

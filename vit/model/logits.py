@@ -2,7 +2,7 @@
 Hugging Face.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float
@@ -123,14 +123,24 @@ def compute_block_features(model: nn.Module, images: Images) -> Float[Tensor, "B
 
 @torch.no_grad()
 def cut_model(
-    model: VisionTransformer,
+    model: nn.Module,
     readout: Readout,
     *,
     weight: Float[Tensor, "classes D"],
     bias: Float[Tensor, " classes"],
-) -> VisionTransformer:
+) -> nn.Module:
     """Build a model that ends at a readout, of copied blocks and norm, with a linear layer as its
-    head. Its logits are those of this layer for the features of `compute_block_features`."""
+    head. Its logits are those of this layer for the features of `compute_block_features`. A model
+    of timm gets the layer itself."""
+    if not isinstance(model, VisionTransformer):
+        head = cast(Any, model).get_classifier()
+        if not isinstance(head, nn.Linear) or head.weight.shape != weight.shape:
+            raise ValueError(
+                f"the head of {type(model).__name__} is not a linear layer of its features; set"
+                " model.probe=false"
+            )
+        head.load_state_dict({"weight": weight, "bias": bias})
+        return model
     depth, global_pool = readout
     values = {"depth": depth, "global_pool": global_pool, "num_classes": len(weight)}
     left_out = tuple(f"blocks.{layer}." for layer in range(depth, len(model.blocks)))

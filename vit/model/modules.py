@@ -67,8 +67,9 @@ def load_pretrained(
     num_classes: int,
     class_names: Sequence[str] = (),
     drop_path_rate: float = 0.0,
-) -> tuple[VisionTransformer, Mapping[str, Any] | None]:
-    """Load a pretrained model for training, from any source of `load_timm`.
+) -> tuple[nn.Module, Mapping[str, Any] | None]:
+    """Load a pretrained model for training, from any source of `load_timm`: one of this project if
+    that computes the same, otherwise timm's own module.
 
     Args:
         num_classes: Number of classes that the model is trained on.
@@ -80,20 +81,29 @@ def load_pretrained(
         if the file doesn't have them.
     """
     opened = _open(source)
-    loaded, preprocess = _convert(opened.module), opened.preprocess
-    model = VisionTransformer(**loaded.architecture | {"drop_path_rate": drop_path_rate})
-    model.load_state_dict(loaded.state_dict())
-    if preprocess is not None:
-        model.set_input_size(tuple(preprocess["image_size"]))
+    model: Any = opened.module
+    preprocess = opened.preprocess
+    try:
+        loaded = _convert(model)
+    except ValueError:
+        # timm takes seconds to import
+        from vit.model.timm_weights import rebuild_timm
+
+        model = rebuild_timm(model, drop_path_rate=drop_path_rate)
+    else:
+        model = VisionTransformer(**loaded.architecture | {"drop_path_rate": drop_path_rate})
+        model.load_state_dict(loaded.state_dict())
+        if preprocess is not None:
+            model.set_input_size(tuple(preprocess["image_size"]))
     known = opened.class_names or ()
     if not class_names or tuple(class_names) != known:
-        old = model.head.state_dict()
+        old = model.get_classifier()
         model.reset_classifier(num_classes)
-        new = model.head.state_dict()
+        new = model.get_classifier()
         kept = [name for name in class_names if name in known]
         for name in kept:
-            for part, values in old.items():
-                new[part][class_names.index(name)] = values[known.index(name)]
+            for part, values in old.state_dict().items():
+                new.state_dict()[part][class_names.index(name)] = values[known.index(name)]
         if kept:
             warnings.warn(
                 f"the head keeps {len(kept)} of {num_classes} classes, which {source} has by name;"
@@ -142,8 +152,8 @@ def open_folder(source: str | Path) -> OpenedModel:
         return OpenedModel(module, preprocess=preprocess, is_multilabel=is_multilabel)
     if kind != "vit":
         raise ValueError(
-            f"{folder} holds a {kind}, not a ViT of Hugging Face; take timm:NAME, or pass its module"
-            " from Python"
+            f"{folder} holds a {kind}, not a ViT of Hugging Face; take timm:NAME, such as"
+            " timm:vit_small_patch16_dinov3.lvd1689m, or pass its module from Python"
         )
     weights, architecture = read_huggingface(folder, config)
     ours = build_to_fit(architecture, weights, origin=str(folder))
@@ -154,16 +164,14 @@ def open_folder(source: str | Path) -> OpenedModel:
     return OpenedModel(ours, class_names, preprocess, is_multilabel)
 
 
-def describe(
-    module: nn.Module, *, num_classes: int, img_size: tuple[int, int]
-) -> dict[str, dict[str, Any]]:
+def describe(module: nn.Module, *, num_classes: int) -> dict[str, dict[str, Any]]:
     """Describe a module for a model file, from which `build` builds it again."""
     if isinstance(module, VisionTransformer):
         return {"architecture": module.architecture}
     # timm takes seconds to import
     from vit.model.timm_weights import describe_module
 
-    return {"module": describe_module(module, num_classes=num_classes, img_size=img_size)}
+    return {"module": describe_module(module, num_classes=num_classes)}
 
 
 def build(content: ModelFile, *, origin: str) -> nn.Module:
@@ -184,7 +192,14 @@ def build(content: ModelFile, *, origin: str) -> nn.Module:
         architecture = metadata["architecture"]
         check_class_names(metadata["class_names"], architecture["num_classes"])
     else:
-        weights = remove_decoder(remove_prefix(weights, origin=origin), origin=origin)
+        weights = remove_prefix(weights, origin=origin)
+        # DINOv3's name of its registers
+        if "storage_tokens" in weights:
+            # timm takes seconds to import
+            from vit.model.timm_weights import build_dinov3
+
+            return build_dinov3(weights, origin=origin)
+        weights = remove_decoder(weights, origin=origin)
         architecture = infer_architecture(weights, origin=origin)
     return build_to_fit(architecture, weights, origin=origin)
 

@@ -1,20 +1,26 @@
 """Models of timm: built by name, and described as models of this project."""
 
+import inspect
+import json
 from collections.abc import Mapping
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext, redirect_stdout, suppress
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import timm
 import torch
 from timm import layers
+from timm.models import group_parameters
 from timm.models import vision_transformer as timm_vit
+from timm.models.eva import checkpoint_filter_fn
 from torch import nn
 
 from vit.model.attention import NORM_EPS
+from vit.model.model_file import StateDict
 from vit.model.vision_transformer import Architecture
 from vit.model.weights import check_fit, infer_architecture
-from vit.runtime.arguments import Size, first_line
+from vit.runtime.arguments import first_line
 from vit.runtime.hub import offline_if_unreachable
 from vit.runtime.places import suggest
 
@@ -41,15 +47,21 @@ def create_timm(name: str) -> nn.Module:
     return module.eval()
 
 
-def describe_module(module: nn.Module, *, num_classes: int, img_size: Size) -> dict[str, Any]:
-    """Describe another library's module for a model file: its class, and its name in timm if that
-    is enough to build it again."""
+def describe_module(module: nn.Module, *, num_classes: int) -> dict[str, Any]:
+    """Describe another library's module for a model file: its class, and its name and arguments in
+    timm if these are enough to build it again."""
     name = f"{type(module).__module__}.{type(module).__qualname__}"
     timm_name = (getattr(module, "pretrained_cfg", None) or {}).get("architecture", "")
-    takes_size = hasattr(getattr(module, "patch_embed", None), "img_size")
-    values = {"name": name, "timm": timm_name, "img_size": img_size if takes_size else None}
-    # A model that was changed after timm built it doesn't fit its name any more.
-    with suppress(ValueError):
+    values = {
+        "name": name,
+        "timm": timm_name,
+        "args": {**getattr(module, "_model_args", {}), "num_classes": num_classes},
+        "img_size": getattr(getattr(module, "patch_embed", None), "img_size", None),
+    }
+    # A model that was changed after timm built it doesn't fit its name any more, and JSON can't hold
+    # each argument.
+    with suppress(ValueError, TypeError):
+        json.dumps(values)
         rebuilt = build_module(values, num_classes=num_classes, device="meta")
         check_fit(rebuilt, module.state_dict(), origin="")
         return values
@@ -58,13 +70,16 @@ def describe_module(module: nn.Module, *, num_classes: int, img_size: Size) -> d
 
 def build_module(values: Mapping[str, Any], *, num_classes: int, device: str = "cpu") -> nn.Module:
     """Build the module of a description of `describe_module`, without its weights."""
+    arguments = {**values.get("args", {}), "num_classes": num_classes}
     # Some models take no image size.
-    size = {"img_size": values["img_size"]} if values.get("img_size") else {}
+    if values.get("img_size"):
+        arguments["img_size"] = values["img_size"]
     try:
+        # A file must not name other files.
+        if foreign := arguments.keys() & inspect.signature(timm.create_model).parameters:
+            raise LookupError(f"{min(foreign)} is not an argument of a model")
         with torch.device(device):
-            module: nn.Module = timm.create_model(
-                values["timm"], pretrained=False, num_classes=num_classes, **size
-            )
+            module: nn.Module = timm.create_model(values["timm"], pretrained=False, **arguments)
     except (LookupError, TypeError, RuntimeError, AssertionError) as error:
         raise ValueError(
             f"{values['name']} can't be built from its file alone ({first_line(error)}); use"
@@ -73,14 +88,54 @@ def build_module(values: Mapping[str, Any], *, num_classes: int, device: str = "
     return module.eval()
 
 
+def build_dinov3(weights: StateDict, *, origin: str) -> nn.Module:
+    """Build timm's module of a published ViT of DINOv3, whose names timm converts."""
+    # Names of models with a bias of the queries come first: others would leave it out.
+    for name in sorted(timm.list_models("vit_*dinov3*"), reverse=True):
+        # timm prints what it leaves out
+        with torch.device("meta"), redirect_stdout(None):
+            net = timm.create_model(name)
+            converted = checkpoint_filter_fn(weights, net)
+        with suppress(ValueError):
+            check_fit(net, converted, origin=origin)
+            module: nn.Module = timm.create_model(name)
+            module.load_state_dict(converted)
+            return module.eval()
+    raise ValueError(f"{origin}: timm has no DINOv3 of these sizes")
+
+
+def rebuild_timm(module: nn.Module, *, drop_path_rate: float) -> nn.Module:
+    """Build a module of timm again, with its weights, to be trained at this rate."""
+    net: Any = module
+    values = describe_module(module, num_classes=net.num_classes)
+    arguments = {**values.get("args", {}), "drop_path_rate": drop_path_rate}
+    rebuilt = build_module(values | {"args": arguments}, num_classes=net.num_classes)
+    rebuilt.load_state_dict(module.state_dict())
+    return rebuilt
+
+
+def freeze_timm(module: nn.Module, part: Literal["backbone"] | int) -> None:
+    """Exclude a part of timm's module from training, see `VisionTransformer.freeze`."""
+    net: Any = module
+    module.requires_grad_(False)
+    if part == "backbone":
+        net.get_classifier().requires_grad_(True)
+        return
+    # the embeddings, each block, and what comes after them
+    groups = list(group_parameters(module, net.group_matcher()).values())
+    if part > len(groups) - 2:
+        raise ValueError(f"freeze {part}: the model has {len(groups) - 2} blocks")
+    for name in chain.from_iterable(groups[part + 1 :]):
+        module.get_parameter(name).requires_grad_(True)
+
+
 def describe_timm(module: nn.Module) -> Architecture:
     """Return the arguments of a VisionTransformer that computes the same as a timm model. Raises
-    ValueError, which names a feature that VisionTransformer lacks."""
-    feature = _find_feature_without_counterpart(module)
-    if feature is not None:
+    ValueError if there is none."""
+    if not _is_plain(module):
         raise ValueError(
-            f"this model has {feature}, which our VisionTransformer doesn't have; "
-            "vit.train(model=…) trains models of other kinds, from Python"
+            f"vit.VisionTransformer doesn't compute this {type(module).__name__};"
+            " vit.load_bundle opens timm's own module, and vit train --init trains it"
         )
     net: Any = module
     block = net.blocks[0]
@@ -98,28 +153,21 @@ def describe_timm(module: nn.Module) -> Architecture:
     }
 
 
-def _find_feature_without_counterpart(module: nn.Module) -> str | None:
-    """Return a feature of a timm model that ours lacks. `check_fit` names those with parameters."""
+def _is_plain(module: nn.Module) -> bool:
+    """Return whether a model of timm is of the parts that ours has. `check_fit` finds those with
+    other parameters."""
     if not isinstance(module, timm_vit.VisionTransformer):
-        return f"the class {type(module).__name__}, not timm's VisionTransformer"
+        return False
     block = module.blocks[0]
-    for layer, expected in (
-        (block, timm_vit.Block),
-        (module.patch_embed, layers.PatchEmbed),
-        (block.attn, layers.Attention),
-    ):
-        if type(layer) is not expected:
-            return f"a {type(layer).__name__}"
-
-    if module.global_pool not in ("token", "avg") or module.pool_include_prefix:
-        return f"pooling {module.global_pool!r} over other tokens"
-
+    if (type(block), type(module.patch_embed)) != (timm_vit.Block, layers.PatchEmbed):
+        return False
     norms = [block.norm1, *(part for part in module.modules() if isinstance(part, nn.LayerNorm))]
-    if not all(isinstance(norm, nn.LayerNorm) and norm.eps == NORM_EPS for norm in norms):
-        return f"norms that aren't LayerNorm with epsilon {NORM_EPS}"
-
-    mlp = block.mlp
-    is_gelu = isinstance(mlp.act, nn.GELU) and mlp.act.approximate == "none"
-    if type(mlp) is not layers.Mlp or not is_gelu:
-        return f"an MLP that is {type(mlp).__name__} with {mlp.act}"
-    return None
+    gelu = block.mlp.act
+    return (
+        (type(block.attn), type(block.mlp)) == (layers.Attention, layers.Mlp)
+        and isinstance(gelu, nn.GELU)
+        and gelu.approximate == "none"
+        and module.global_pool in ("token", "avg")
+        and not module.pool_include_prefix
+        and all(isinstance(norm, nn.LayerNorm) and norm.eps == NORM_EPS for norm in norms)
+    )

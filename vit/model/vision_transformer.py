@@ -260,6 +260,10 @@ class VisionTransformer(nn.Module):
             positions = build_sincos_positions(self.grid_size, self.embed_dim)
             self.pos_embed = positions.to(self.pos_embed)
 
+    def get_classifier(self) -> nn.Module:
+        """Return the head."""
+        return self.head
+
     def reset_classifier(self, num_classes: int) -> None:
         """Replace the head by an untrained one."""
         self.num_classes = num_classes

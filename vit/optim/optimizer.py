@@ -77,7 +77,8 @@ def parameter_groups(
     """
     kernels = [name for name, parameter in model.named_parameters() if parameter.ndim == 4]
     trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
-    found = {name: re.search(r"(?:^|\.)blocks\.(\d+)\.", name) for name in trained}
+    # A stage of a model of timm counts as one layer.
+    found = {name: re.search(r"(?:^|\.)(?:blocks|stages)\.(\d+)\.", name) for name in trained}
     block_numbers = {name: int(match[1]) for name, match in found.items() if match}
     depth = max(block_numbers.values(), default=-1) + 1
 

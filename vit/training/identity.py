@@ -21,6 +21,9 @@ _COUNTED = {
     " image_sizes patch_drop_rates class_balance select_by",
 }
 
+# The keys that may be larger when a run that has ended is trained longer.
+LENGTHS = ("train.epochs", "train.max_steps")
+
 
 def identify_run(config: Config, fingerprint: str, passed: Mapping[str, object]) -> dict[str, Any]:
     """Return what is equal for two runs exactly if one may continue the other. `passed` has the

@@ -17,7 +17,6 @@ from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 from vit.data.statistics import compute_class_weights
 from vit.model.logits import Readout
 from vit.prediction.batch_predictor import Features
-from vit.prediction.probabilities import Float32s, Ints
 from vit.training.folds import Folds, Labels, assign_folds, train_on_whole_classes
 
 FloatArray = NDArray[np.float64]
@@ -85,43 +84,31 @@ def fit_probe(
     return LinearProbe(readout, strength, weight, bias, accuracy)
 
 
-def predict_by_other_folds(
+def predict_left_out(
     features: Features,
     labels: Labels,
+    folds: Folds,
+    fold: int,
     *,
     num_classes: int,
     groups: Sequence[str] | None,
-    num_folds: int,
     balanced: bool = False,
-) -> tuple[Ints, Float32s]:
-    """Predict each image by a probe of the other folds. These choose the block, the pooling and the
-    strength anew each time, so that nothing of the result has seen the image or its group.
-
-    Returns the fold that left out each image, or −1, and the logits [n, C], 0 where it is −1.
-    Raises ValueError if every class has too few images or groups to leave any out.
-    """
-    folds = assign_folds(labels, groups, num_folds=num_folds)
-    if folds.max() < 1:
-        raise ValueError(
-            "--folds leaves out images of each class in turn, and every class has one image or"
-            " group alone; add some"
-        )
-    logits = np.zeros((len(labels), num_classes), dtype=np.float32)
-    for fold in range(folds.max() + 1):
-        is_out = folds == fold
-        known = np.flatnonzero(~is_out)
-        # The folds of the other images serve to choose by, unless only one of two is left.
-        inner_folds = folds[known] - (folds[known] > fold)
-        inner_folds = train_on_whole_classes(inner_folds, labels[known])
-        if inner_folds.max() < 1:
-            inner_groups = None if groups is None else [groups[index] for index in known.tolist()]
-            inner_folds = assign_folds(labels[known], inner_groups)
-        known_features = {readout: values[known] for readout, values in features.items()}
-        probe = fit_probe(
-            known_features, labels[known], inner_folds, num_classes=num_classes, balanced=balanced
-        )
-        logits[is_out] = probe.compute_logits(features[probe.readout][is_out].numpy())
-    return folds, logits
+) -> FloatArray:
+    """Predict the images of a fold by a probe of the others. These choose the block, the pooling and
+    the strength anew, so that nothing of the logits [n, C] has seen the images or their groups."""
+    is_out = folds == fold
+    known = np.flatnonzero(~is_out)
+    # The folds of the other images serve to choose by, unless only one of two is left.
+    inner_folds = folds[known] - (folds[known] > fold)
+    inner_folds = train_on_whole_classes(inner_folds, labels[known])
+    if inner_folds.max() < 1:
+        inner_groups = None if groups is None else [groups[index] for index in known.tolist()]
+        inner_folds = assign_folds(labels[known], inner_groups)
+    known_features = {readout: values[known] for readout, values in features.items()}
+    probe = fit_probe(
+        known_features, labels[known], inner_folds, num_classes=num_classes, balanced=balanced
+    )
+    return probe.compute_logits(features[probe.readout][is_out].numpy())
 
 
 def _measure(

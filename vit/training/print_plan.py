@@ -21,8 +21,13 @@ def print_plan(run: Run, choices: dict[str, str], *, resumed: bool) -> None:
         for name, reason in dataset.unreadable:
             console.print(f"skipped {dataset.split} image {name}: {reason}", soft_wrap=True)
     if resumed:
-        step = run.trainer.progress.step
-        console.print(f"resuming after step {step} of {run.trainer.plan.total_steps}")
+        trainer = run.trainer
+        # the same fraction for all parameters
+        highest = trainer.train_step.optimizer.param_groups[0]["initial_lr"]
+        console.print(
+            f"resuming after step {trainer.progress.step} of {trainer.plan.total_steps}, at"
+            f" {trainer.train_step.learning_rate / highest:.0%} of the highest learning rate"
+        )
         return
     for sentence in train.notes:
         console.print(f"warning: {sentence}", style="yellow", soft_wrap=True)
@@ -46,12 +51,15 @@ def _summarize_run(run: Run) -> dict[str, str]:
             f"{epochs} epochs of {plan.steps_per_epoch} steps of {plan.batch_size} images,"
             f" {plan.total_steps:,} steps in all"
         )
+    kind = type(step.module)
     num_parameters = sum(parameter.numel() for parameter in step.module.parameters())
     facts = {
         "data": f"{data.splits.title}: {images}; {classes}",
         "read as": "; ".join(data.splits.read),
         "splits": "; ".join(data.splits.describe_splits()),
-        "model": f"{num_parameters:,} parameters",
+        "model": (
+            f"{kind.__name__} of {kind.__module__.partition('.')[0]}, {num_parameters:,} parameters"
+        ),
         "device": (
             f"{describe_device(step.device)}, {torch.get_num_threads()} threads, {step.precision}"
         ),

@@ -1,15 +1,13 @@
-"""The linear probe that a run of pretrained weights starts from, and its cross-validation."""
+"""The linear probe that a run of pretrained weights starts from."""
 
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import nn
 
 from vit.config import Config
 from vit.data.dataset import ImageDataset
-from vit.evaluation.metrics import score_logits
-from vit.evaluation.predictions import PREDICTIONS_FILE, save_predictions
 from vit.model.logits import cut_model
 from vit.model.vision_transformer import VisionTransformer
 from vit.prediction.batch_predictor import Features, compute_features
@@ -19,17 +17,12 @@ from vit.runtime.progress import show_progress
 from vit.training.data import TrainingData
 from vit.training.folds import assign_folds, name_always_trained
 from vit.training.learning_curve import measure_learning_curve
-from vit.training.linear_probe import LinearProbe, fit_probe, predict_by_other_folds
+from vit.training.linear_probe import LinearProbe, fit_probe
 from vit.training.model import set_up_training
 from vit.training.validation import build_predictor
 
-# Keys that `--folds` sets: a linear probe is fitted on all images.
-FOLDS_KEYS = {
-    "data.validation_fraction": 0,
-    "data.test_fraction": 0,
-    "model.probe": True,
-    "model.freeze": "backbone",
-}
+# Keys of a run that is a linear probe alone.
+PROBE_KEYS = {"model.probe": True, "model.freeze": "backbone"}
 
 
 class FittedProbe(NamedTuple):
@@ -54,17 +47,8 @@ def is_probe_alone(config: Config) -> bool:
     return uses_probe(config) and config.model.freeze == "backbone"
 
 
-def check_folds(config: Config) -> None:
-    """Raise ValueError for a configuration that can't be cross-validated."""
-    if not is_probe_alone(config) or config.data.validation_fraction or config.data.test_fraction:
-        raise ValueError(
-            "--folds cross-validates a linear probe of all images: it needs --init WEIGHTS, and"
-            f" {', '.join(FOLDS_KEYS)} as it sets them"
-        )
-
-
 def fit_to_data(
-    config: Config, model: VisionTransformer, data: TrainingData, *, device: torch.device
+    config: Config, model: nn.Module, data: TrainingData, *, device: torch.device
 ) -> FittedProbe:
     """Fit a probe of a model on a device on the training images, or on as many as `model.probe`
     says."""
@@ -91,8 +75,9 @@ def fit_to_data(
     probe = process.broadcast(probe)
     assert probe is not None
     depth, pool = probe.readout
-    text = f"block {depth} of {len(model.blocks)}, pooling {pool}, C={probe.strength:g}"
-    text += f", {len(images):,} images"
+    text = f"C={probe.strength:g}, {len(images):,} images"
+    if isinstance(model, VisionTransformer):
+        text = f"block {depth} of {len(model.blocks)}, pooling {pool}, {text}"
     if probe.accuracy is not None:
         measure = "mean average precision" if images.is_multilabel else "top-1"
         text += f"; {measure} in cross-validation {format_percent(probe.accuracy, len(images))}"
@@ -102,39 +87,13 @@ def fit_to_data(
     return FittedProbe(probe, text, curve, images, features)
 
 
-def build_probed_model(
-    config: Config, model: VisionTransformer, probe: LinearProbe
-) -> VisionTransformer:
+def build_probed_model(config: Config, model: nn.Module, probe: LinearProbe) -> nn.Module:
     """Build the model that ends at the probe's block and has the probe as its head, to be trained
     as the configuration says."""
     weight, bias = (torch.from_numpy(values).float() for values in (probe.weight, probe.bias))
     probed = cut_model(model, probe.readout, weight=weight, bias=bias)
     set_up_training(config, probed)
     return probed
-
-
-def cross_validate(fitted: FittedProbe, *, num_folds: int, balanced: bool, directory: Path) -> str:
-    """Predict each image by a probe that has seen neither it nor another image of its group, and
-    write the predictions, which `vit evaluate` measures, into a run's directory. Returns a sentence
-    for the user."""
-    images = fitted.images
-    folds, logits = predict_by_other_folds(
-        fitted.features,
-        images.labels,
-        num_classes=len(images.class_names),
-        groups=images.groups,
-        num_folds=num_folds,
-        balanced=balanced,
-    )
-    measured = np.flatnonzero(folds >= 0)
-    left_out = logits[measured]
-    scores = score_logits(left_out, images.labels[measured])
-    save_predictions(directory / PREDICTIONS_FILE, images.subset(measured), scores, left_out)
-    return (
-        f"{folds.max() + 1}-fold cross-validation of {len(measured):,} images"
-        f"{name_always_trained(folds, images.labels, images.class_names)}"
-        f"; vit evaluate {directory} reports on them"
-    )
 
 
 def _choose_images(dataset: ImageDataset, max_images: int | bool) -> ImageDataset:

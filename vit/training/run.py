@@ -14,6 +14,8 @@ from vit.config import Config
 from vit.data.splits import DatasetSplits
 from vit.data.statistics import compute_class_weights
 from vit.data.workers import Transform
+from vit.model.logits import count_features
+from vit.model.model_info import find_image_size
 from vit.model.vision_transformer import VisionTransformer
 from vit.optim.optimizer import create_optimizer, schedule_factor
 from vit.runtime.device import choose_device, choose_precision, use_deterministic_algorithms
@@ -24,7 +26,7 @@ from vit.runtime.threads import BatchThreads
 from vit.training.data import TrainingData, build_data, build_dataset, build_train_loader
 from vit.training.identity import identify_run
 from vit.training.losses import Loss, StepLoss, build_loss
-from vit.training.model import build_model, check_user_model
+from vit.training.model import build_model, check_model
 from vit.training.observers import Observer, ProgressBar, TensorBoard
 from vit.training.plan import TrainingPlan, resolve_image_sizes
 from vit.training.probe import (
@@ -93,20 +95,21 @@ def build_run(
     pretrained = None
     if user_model is not None:
         model = user_model
-        check_user_model(config, model, num_classes=num_classes)
     else:
         model, pretrained = build_model(config, class_names=class_names)
         if config.data.image_size is None:
-            height, width = model.patch_embed.img_size
-            size = height if height == width else (height, width)
-            config = config.with_data(image_size=size)
+            size = pretrained.image_size if pretrained else find_image_size(model)
+            assert size is not None, "models of vit and timm have one"
+            config = config.with_data(image_size=size[0] if size[0] == size[1] else size)
+    check_model(config, model, num_classes=num_classes)
     # The model moves first, because the optimizer creates its state on the device of the weights.
     model.to(device)
     data = build_data(
         config, splits, device=device, pretrained=pretrained, has_transform=transform is not None
     )
     probe = None
-    if uses_probe(config) and isinstance(model, VisionTransformer):
+    # the features of other libraries' modules are unknown
+    if uses_probe(config) and count_features(model):
         probe = fit_to_data(config, model, data, device=device)
         model = build_probed_model(config, model, probe.probe).to(device)
     data, tokens = keep_tokens(config, model, data, device=device, transform=transform)

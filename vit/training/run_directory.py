@@ -17,8 +17,10 @@ FIRST_BATCH_FILE = "first_batch.png"
 CURVE_FILE = "learning_curve.json"
 CHECKPOINTS = "checkpoints"
 TENSORBOARD = "tensorboard"
+# the runs of --folds, until the run ends
+FOLDS = "folds"
 # Measurements of a run. A run that starts anew in its directory removes them.
-_RESULT_FILES = (METRICS_FILE, TENSORBOARD, PREDICTIONS_FILE, CURVE_FILE)
+_RESULT_FILES = (METRICS_FILE, TENSORBOARD, PREDICTIONS_FILE, CURVE_FILE, FOLDS)
 # Files that a run writes and --overwrite removes. Other files in the directory stay. The
 # configuration comes last: without it the others would not be known as a run's.
 _RUN_FILES = (*_RESULT_FILES, MODEL_FILE, CHECKPOINTS, FIRST_BATCH_FILE, CONFIG_FILE)

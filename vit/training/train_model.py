@@ -1,9 +1,11 @@
 """`vit.train`: a training run from its configuration, or images alone, to its end."""
 
+import copy
 import multiprocessing
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -15,18 +17,20 @@ from vit.config import Config, list_overrides, load_config, values_to_save
 from vit.data.sources.folders import check_not_inside
 from vit.data.sources.python_objects import FROM_PYTHON
 from vit.data.workers import Transform
+from vit.evaluation.predictions import PREDICTIONS_FILE
 from vit.model.find_file import find_initial_weights
 from vit.runtime.arguments import check_kind, check_minimum
 from vit.runtime.console import echo
-from vit.runtime.files import expand_home, format_json, write_atomically
+from vit.runtime.files import expand_home, format_json, remove, write_atomically
 from vit.runtime.processes import join_processes
 from vit.training.automatic import choose_config
+from vit.training.cross_validation import FOLDS_KEYS, cross_validate
 from vit.training.data import build_dataset, build_train_loader
 from vit.training.losses import Loss
 from vit.training.model_answers import complete_model_file
 from vit.training.observers import Observer
 from vit.training.print_plan import print_plan
-from vit.training.probe import FOLDS_KEYS, check_folds, cross_validate
+from vit.training.probe import PROBE_KEYS
 from vit.training.recipe import ConfigLike, find_recipe, names_images
 from vit.training.result import TrainingResult
 from vit.training.run import Run, build_run
@@ -34,6 +38,7 @@ from vit.training.run_directory import (
     CONFIG_FILE,
     CURVE_FILE,
     FIRST_BATCH_FILE,
+    FOLDS,
     clear_run_directory,
     open_run_directory,
 )
@@ -98,13 +103,16 @@ def train(
             "split".
         group_column: Column of a table that names the groups. None: the column
             "group".
-        folds: With `init`: cross-validate a linear probe on all images in this
-            number of folds. Each image is predicted by a probe that has seen
-            neither it nor its group; `vit evaluate` reports on the
-            predictions. None: images are held out.
+        folds: Train on all images, and once more without each of this number
+            of folds. Each image is predicted by a model that has seen neither
+            it nor its group; `vit evaluate` reports on the predictions. With
+            `init` the models are linear probes, unless `overrides` has
+            model.freeze. None: images are held out.
         resume: Continue the run in `output` from its last checkpoint, if there
             is one. Pass `transform`, `dataset`, `model`, `loss` and
-            `callbacks` again.
+            `callbacks` again. With more train.epochs, train.max_steps or
+            `minutes` than a run had that has ended, it is trained longer, at
+            the learning rates that a run of this length has from there on.
         overwrite: Replace the run in `output`.
         dry_run: Write a picture of one batch, `first_batch.png`, and stop.
         show_plan: Print what the run will do, and what may go wrong.
@@ -174,6 +182,8 @@ def train(
         keys |= {"train.label_smoothing": 0, "train.class_balance": "none"}
     if folds is not None:
         keys |= FOLDS_KEYS
+        if "model.init" in keys:
+            keys |= PROBE_KEYS
     all_overrides = {key: value for key, value in keys.items() if value is not None}
     if init == RANDOM:
         all_overrides["model.init"] = None
@@ -201,19 +211,12 @@ def train(
             resolved, reasons, splits = choose_config(config, all_overrides)
         resolved = process.broadcast(resolved)
         assert resolved is not None
-        if folds is not None:
-            check_folds(resolved)
         if dataset is not None:
             splits = build_dataset(resolved, user_dataset=dataset, class_names=class_names)
-        run = build_run(
-            resolved,
-            directory=directory,
-            device_name=device_name,
-            splits=splits,
-            transform=transform,
-            user_model=model,
-            loss=loss,
-        )
+        # each fold begins with its weights
+        initial_model = copy.deepcopy(model) if folds is not None else None
+        build = partial(build_run, device_name=device_name, transform=transform, loss=loss)
+        run = build(resolved, directory=directory, splits=splits, user_model=model)
         trainer = run.trainer
         if is_chosen:
             # The minutes are for the choice, the images and the probe, too.
@@ -221,12 +224,13 @@ def train(
         if process.is_main:
             trainer.observers += callbacks
         is_resumed = resume and trainer.resume()
-        if process.is_main and not is_resumed and not dry_run:
-            clear_run_directory(directory, overwrite=overwrite)
-            saved = yaml.safe_dump(values_to_save(run.data.config), sort_keys=False)
-            write_atomically(directory / CONFIG_FILE, saved)
+        if process.is_main and not dry_run:
+            if not is_resumed:
+                clear_run_directory(directory, overwrite=overwrite)
             if run.probe is not None and run.probe.curve is not None:
                 write_atomically(directory / CURVE_FILE, format_json(run.probe.curve))
+            saved = yaml.safe_dump(values_to_save(run.data.config), sort_keys=False)
+            write_atomically(directory / CONFIG_FILE, saved)
         if show_plan and process.is_main:
             print_plan(run, reasons, resumed=is_resumed)
         if dry_run:
@@ -234,16 +238,22 @@ def train(
                 _save_first_batch(run, directory / FIRST_BATCH_FILE, transform=transform)
             return TrainingResult(directory, steps=0, seconds=0.0, best_top1=None)
 
+        is_measured = trainer.is_done() and (directory / PREDICTIONS_FILE).exists()
+        if folds is not None and not is_measured:
+            sentence = cross_validate(
+                run,
+                build,
+                module=initial_model,
+                num_folds=folds,
+                directory=directory,
+                resume=resume,
+            )
+            if show_plan and process.is_main:
+                echo(sentence, err=True)
         progress = trainer.train()
         complete_model_file(run, directory)
-        if folds is not None and process.is_main:
-            assert run.probe is not None, "check_folds wants one"
-            balanced = run.data.class_balance == "weights"
-            sentence = cross_validate(
-                run.probe, num_folds=folds, balanced=balanced, directory=directory
-            )
-            if show_plan:
-                echo(sentence, err=True)
+        if process.is_main and trainer.is_done():
+            remove(directory / FOLDS)
 
     return TrainingResult(
         directory,

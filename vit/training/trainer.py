@@ -30,7 +30,7 @@ from vit.runtime.processes import current_process
 from vit.training.background_writer import BackgroundWriter
 from vit.training.checkpoint import CheckpointStore
 from vit.training.data import TrainingData
-from vit.training.identity import check_same_run, compute_run_id
+from vit.training.identity import LENGTHS, check_same_run, compute_run_id
 from vit.training.metrics_file import METRICS_FILE, append_metrics
 from vit.training.model_writer import write_bundle
 from vit.training.observers import LOG_EVERY_STEPS, Observer
@@ -79,6 +79,8 @@ class Trainer:
         )
         # `plan` changes if the time is too short for the full plan.
         self._full_plan = self.plan
+        # steps and minutes
+        self._planned_length = (self.plan.total_steps, self.plan.settings.max_minutes or math.inf)
         self._started_at = 0.0
         # time at which this process began to train, and the run's step at that time
         self._speed_start = (0.0, 0)
@@ -109,11 +111,11 @@ class Trainer:
                     self._keep_first_model()
                 self._speed_start = (time.perf_counter(), progress.step)
                 # A run that was stopped after its last step has an epoch to finish.
-                while progress.step_in_epoch or not self._is_done():
+                while progress.step_in_epoch or not self.is_done():
                     if not self._train_epoch():
                         break
                     self._finish_epoch()
-                    if not self._is_done() and self._stop_if_requested():
+                    if not self.is_done() and self._stop_if_requested():
                         break
                 self._wait_for_files()
             finally:
@@ -131,7 +133,8 @@ class Trainer:
         # torchrun ends the others as soon as the first process ends with a code that is not 0.
         self.process.wait()
 
-    def _is_done(self) -> bool:
+    def is_done(self) -> bool:
+        """Return whether the plan has no more steps."""
         return self.progress.step >= self.plan.total_steps
 
     def _keep_first_model(self) -> None:
@@ -246,7 +249,7 @@ class Trainer:
         progress = self.progress
         settings = self.plan.settings
         self._check_finite()
-        is_due = self._is_done() or (progress.epoch + 1) % settings.evaluate_every_epochs == 0
+        is_due = self.is_done() or (progress.epoch + 1) % settings.evaluate_every_epochs == 0
         model = self.train_step.averaged_model.eval()
         measures: dict[str, float] = {}
         if is_due:
@@ -293,6 +296,7 @@ class Trainer:
             "progress": vars(progress),
             "state": self.train_step.state_dict(),
             "identity": self.identity,
+            "length": self._planned_length,
         }
         # in the host's memory, where later steps don't change it
         content = io.BytesIO()
@@ -304,8 +308,9 @@ class Trainer:
 
     def resume(self) -> bool:
         """Go back to the newest intact checkpoint. The model file, which may be of a later step, is
-        written again from the best one. Returns False if there is no checkpoint, and raises
-        ValueError if it is of another run."""
+        written again from the best one. A run that has ended is trained longer if it has more steps
+        or minutes now. Returns False if there is no checkpoint, and raises ValueError if it is of
+        another run."""
         values = None
         if self.process.is_main:
             values = self._checkpoints.load()
@@ -313,8 +318,12 @@ class Trainer:
         if values is None:
             return False
         origin = f"the checkpoint of step {values['progress']['step']}"
-        check_same_run(self.identity, values["identity"], origin=origin)
         self.progress = Progress(**values["progress"])
+        recorded = values["identity"]
+        if self._is_longer(*values["length"]):
+            self.progress.total_steps = None
+            recorded |= {name: self.identity[name] for name in LENGTHS}
+        check_same_run(self.identity, recorded, origin=origin)
         self._saved_step = self.progress.step
         if self.progress.total_steps is not None:
             self._set_length(self.progress.total_steps)
@@ -329,6 +338,16 @@ class Trainer:
                 # An error before the first step must not leave a thread that writes.
                 self.writer.wait()
         return True
+
+    def _is_longer(self, old_steps: int, old_minutes: float) -> bool:
+        """Return whether the run of a checkpoint has ended, and has more steps or minutes now."""
+        progress = self.progress
+        steps, minutes = self._planned_length
+        has_ended = progress.step >= (progress.total_steps or old_steps)
+        if not has_ended or progress.step_in_epoch or progress.step >= steps:
+            return False
+        was_shortened = progress.total_steps is not None
+        return minutes > old_minutes if was_shortened else steps > old_steps
 
     def _report(self, result: StepResult) -> None:
         """Report a step to the observers."""

@@ -8,8 +8,8 @@ from vit.bundle import ModelLike, keeps_mode, open_model, require_classifier
 from vit.deploy.export.card import build_card
 from vit.deploy.export.onnx_file import ONNX_FILE, build_onnx_files
 from vit.deploy.export.timm_folder import build_timm_files
+from vit.model.model_info import is_of
 from vit.model.modules import load_timm
-from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.arguments import check_choice
 from vit.runtime.files import check_output, expand_home, open_output, write_atomically
 from vit.runtime.progress import show_progress
@@ -50,8 +50,8 @@ def export_model(
         raise ValueError(f"--attention is an option of --format onnx, not of {format}")
     bundle = open_model(model, device="cpu")
     require_classifier(bundle)
-    # the exporters know the layers of this project alone
-    if not isinstance(bundle.model, VisionTransformer):
+    # The exporters know the layers of this project; ONNX holds those of timm, too.
+    if attention or format != "onnx" or not is_of(bundle.model, "timm"):
         bundle = replace(bundle, model=load_timm(bundle.model))
     check_output(expand_home(output), overwrite=overwrite, sources=(bundle.name,))
     # a model that the format can't hold is refused before anything is written

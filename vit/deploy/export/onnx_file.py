@@ -29,7 +29,6 @@ class Classifier(nn.Module):
 
     def __init__(self, bundle: Bundle, *, attention: bool) -> None:
         super().__init__()
-        assert isinstance(bundle.model, VisionTransformer)
         self.model = bundle.model
         self.attention = attention
         self.temperature = bundle.temperature
@@ -40,22 +39,25 @@ class Classifier(nn.Module):
         columns]."""
         maps: tuple[Tensor, ...] = ()
         if self.attention:
+            assert isinstance(self.model, VisionTransformer)
             logits, attentions = self.model.forward_with_attention(pixel_values)
-            maps = (self._roll_out(attentions),)
+            maps = (_roll_out(self.model, attentions),)
         else:
             logits = self.model(pixel_values)
         logits = logits / self.temperature
         probabilities = logits.sigmoid() if self.is_multilabel else logits.softmax(dim=-1)
         return (logits, probabilities, *maps)
 
-    def _roll_out(self, attentions: list[Tensor]) -> Float[Tensor, "B rows columns"]:
-        model = self.model
-        rollout = attention_rollout(attentions)
-        num_prefix = model.num_prefix_tokens
-        relevance = rollout[:, 0]
-        if model.global_pool != "token":
-            relevance = rollout[:, num_prefix:].mean(dim=1)
-        return torch.unflatten(relevance[:, num_prefix:], -1, model.grid_size)
+
+def _roll_out(
+    model: VisionTransformer, attentions: list[Tensor]
+) -> Float[Tensor, "B rows columns"]:
+    rollout = attention_rollout(attentions)
+    num_prefix = model.num_prefix_tokens
+    relevance = rollout[:, 0]
+    if model.global_pool != "token":
+        relevance = rollout[:, num_prefix:].mean(dim=1)
+    return torch.unflatten(relevance[:, num_prefix:], -1, model.grid_size)
 
 
 def build_onnx_files(bundle: Bundle, *, attention: bool) -> dict[str, FileContent]:
