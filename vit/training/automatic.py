@@ -18,6 +18,7 @@ from vit.runtime.arguments import as_pair
 from vit.runtime.device import choose_device
 from vit.training.data import build_dataset
 from vit.training.default_weights import choose_weights
+from vit.training.image_size import choose_image_size
 from vit.training.recipe import find_recipe
 
 # key.path → value
@@ -103,6 +104,10 @@ def choose_config(
         if first.data.validation_fraction > 0:
             num_validation = len(splits.split("validation"))
         chosen = _fit_weights(recipe, given, num_images, num_validation) | chosen
+        if "data.image_size" not in given:
+            config = load_config(find_recipe(name), chosen | given)
+            larger, reason = choose_image_size(config, splits, side=side, minutes=minutes)
+            chosen |= larger
         if "model.freeze" in chosen:
             reasons["length"] = (
                 f"linear probe only; {num_validation} validation images can't tell whether"
