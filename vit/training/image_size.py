@@ -18,17 +18,18 @@ from vit.training.run import build_run
 _IMAGES_A_MINUTE = 20
 _SECONDS_A_MINUTE = 3
 _MIN_IMAGES = 40
-# Accuracy that the larger size must gain, apart from two standard errors, 1/√n. Photos of Imagenette
-# gained up to 0.07 from 112 to 224 px.
-_MIN_GAIN = 0.1
+# Part of the errors that the larger size must avoid, 0.2 for ordinary photos; and 2.5 standard
+# errors, times √n.
+_MIN_GAIN = 1 / 3
+_NOISE = 1.25
 
 
 def choose_image_size(
     values: dict[str, Any], splits: DatasetSplits, *, side: int, minutes: float
 ) -> tuple[dict[str, Any], str]:
     """Choose the image size of a run from pretrained weights by the values of its configuration and
-    the photos' shorter side, in pixels. Returns the values of a larger size, none for that of the
-    weights, and the reason for the user."""
+    the photos' shorter side, in pixels. Returns the values of a larger size, if any, and the
+    reason for the user."""
     train = splits.split("train")
     size = values["data.image_size"]
     if size is None:
@@ -46,7 +47,7 @@ def choose_image_size(
 
     def measure(size: int) -> float:
         """Return a probe's accuracy in cross-validation; 1 for too few images."""
-        # Only the probe's images are decoded.
+        # Only these images are decoded.
         sized = {"data.image_size": size, "data.pipeline": "workers", "model.probe": count}
         config = load_config(None, values | FOLDS_KEYS | sized)
         run = build_run(config, directory=Path(), device_name=config.train.device, splits=splits)
@@ -56,13 +57,14 @@ def choose_image_size(
     started_at = time.perf_counter()
     own = measure(size)
     seconds = time.perf_counter() - started_at
-    if seconds > _SECONDS_A_MINUTE * minutes or own > 1 - _MIN_GAIN:
+    needed = own + max(_MIN_GAIN * (1 - own), _NOISE * count**-0.5)
+    if seconds > _SECONDS_A_MINUTE * minutes or needed > 1:
         return {}, reason
     larger = measure(2 * size)
     reason = (
         f"a linear probe of {count} photos: {format_percent(own, count)} correct at {size} px,"
         f" {format_percent(larger, count)} at {2 * size} px"
     )
-    if larger - own < _MIN_GAIN + count**-0.5:
+    if larger < needed:
         return {}, reason
     return {"data.image_size": 2 * size, "model.probe": 3 * count}, reason
