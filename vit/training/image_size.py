@@ -14,7 +14,7 @@ from vit.training.probe import FOLDS_KEYS
 from vit.training.run import build_run
 
 # In 5 minutes 100 photos: 2 cores need 10 s at the first size and 50 s at the second, which isn't
-# tried where the first takes more than 3 s a minute.
+# tried where the first takes over 3 s.
 _IMAGES_A_MINUTE = 20
 _SECONDS_A_MINUTE = 3
 _MIN_IMAGES = 40
@@ -33,7 +33,8 @@ def choose_image_size(
     train = splits.split("train")
     size = values["data.image_size"]
     if size is None:
-        model, _ = build_model(load_config(None, values), class_names=train.class_names)
+        config = load_config(None, values | FOLDS_KEYS)
+        model, _ = build_model(config, class_names=train.class_names)
         size = max(model.patch_embed.img_size)
     reason = "that of the weights"
     if side < 2 * size:
@@ -46,7 +47,7 @@ def choose_image_size(
         return {}, reason
 
     def measure(size: int) -> float:
-        """Return a probe's accuracy in cross-validation; 1 for too few images."""
+        """Return a probe's accuracy in cross-validation; 1 for too few."""
         # Only these images are decoded.
         sized = {"data.image_size": size, "data.pipeline": "workers", "model.probe": count}
         config = load_config(None, values | FOLDS_KEYS | sized)
