@@ -1,5 +1,5 @@
 """The image size for pretrained weights: their own, or twice it where a linear probe is clearly
-better there, as for small things in large photos."""
+better, as for small things in large photos."""
 
 import time
 from pathlib import Path
@@ -41,7 +41,7 @@ def choose_image_size(
         return {}, reason
     reason += f"; data.image_size={2 * size} shows more, in 5 times the time"
     count = min(round(_IMAGES_A_MINUTE * minutes), len(train))
-    # Folds must not know what all images chose. Several processes would have to compute together.
+    # Folds must not know what all images chose. Several processes would compute together.
     is_alone = values["data.validation_fraction"] > 0 and current_process().world_size == 1
     if count < _MIN_IMAGES or not is_alone:
         return {}, reason
