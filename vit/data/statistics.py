@@ -34,7 +34,7 @@ ClassBalance = Literal["none", "weights"]
 _MAX_RATIO = 5
 
 
-def measure_sample(dataset: ImageDataset, *, count: int) -> tuple[float, bool]:
+def measure_sample(dataset: ImageDataset, *, count: int) -> tuple[int, bool]:
     """Measure `count` random images, or fewer if they are large: return the median of the shorter
     sides, in pixels, and true if no image has colours. Raises ValueError if none can be read."""
     sides = []
@@ -48,7 +48,7 @@ def measure_sample(dataset: ImageDataset, *, count: int) -> tuple[float, bool]:
         num_pixels += image.width * image.height
         if num_pixels > _MAX_PIXELS:
             break
-    return float(np.median(sides)), is_grey
+    return round(np.median(sides)), is_grey
 
 
 def measure_value_range(dataset: ImageDataset) -> tuple[float, float] | None:

@@ -19,6 +19,7 @@ from vit.runtime.arguments import as_pair
 from vit.runtime.device import choose_device
 from vit.training.data import build_dataset
 from vit.training.default_weights import choose_weights
+from vit.training.image_size import choose_image_size
 from vit.training.recipe import find_recipe
 
 # key.path → value
@@ -72,8 +73,7 @@ def choose_config(
     splits = build_dataset(first)
     images = splits.split("train")
     num_images = len(images)
-    shorter_side, is_grey = measure_sample(images, count=_SAMPLE)
-    side = round(shorter_side)
+    side, is_grey = measure_sample(images, count=_SAMPLE)
     device = choose_device(first.train.device).type
     minutes = first.train.max_minutes or DEFAULT_MINUTES[device]
     # The fraction of a recipe is for its own data set.
@@ -86,14 +86,11 @@ def choose_config(
         weights, reasons["weights"] = choose_weights(given.get("data.image_size"))
         chosen |= weights
     has_weights = bool((chosen | given).get("model.init"))
-    name, largest, reason = _choose_recipe(
-        has_weights=has_weights,
-        num_images=num_images,
-        side=side,
-        is_grey=is_grey,
-        device=device,
-        minutes=minutes,
-    )
+    name, largest, reason = "folder/finetune", side, ""
+    if not has_weights:
+        name, largest, reason = _choose_recipe(
+            num_images=num_images, side=side, is_grey=is_grey, device=device, minutes=minutes
+        )
     recipe = load_config(find_recipe(name), training)
     if has_weights:
         # Computing the features of many images would take all minutes of a CPU.
@@ -104,6 +101,10 @@ def choose_config(
         if first.data.validation_fraction > 0:
             num_validation = len(splits.split("validation"))
         chosen = _fit_weights(recipe, given, num_images, num_validation) | chosen
+        if "data.image_size" not in given:
+            values = chosen | given
+            larger, reason = choose_image_size(values, splits, side=side, minutes=minutes)
+            chosen |= larger
         if "model.freeze" in chosen:
             reasons["length"] = (
                 f"linear probe only; {num_validation} validation images can't tell whether"
@@ -132,15 +133,13 @@ def choose_config(
         size = config.data.image_size
         reasons["image size"] = f"{size or 'auto'} ({reason})"
         if isinstance(size, int) and side >= 2 * size:
-            reasons["image size"] += (
-                f"; photos of {side} px are reduced, and a detail of 8 px becomes"
-                f" {8 * size / side:.1f} px"
-            )
+            left = 8 * size / side
+            reasons["image size"] += f"; 8 px of a photo of {side} px become {left:.1f} px"
     return config, reasons, splits
 
 
 def _choose_recipe(
-    *, has_weights: bool, num_images: int, side: int, is_grey: bool, device: str, minutes: float
+    *, num_images: int, side: int, is_grey: bool, device: str, minutes: float
 ) -> tuple[str, int, str]:
     """Choose the recipe for images of this number and shorter side, in pixels. Returns its name,
     the largest side that it trains on, and the reason of the side."""
@@ -157,7 +156,6 @@ def _choose_recipe(
     own = (_MAX_SMALL_SIDE, "the images' own size")
     # condition, recipe, largest side, reason; the first row whose condition holds
     rules: tuple[tuple[bool, str, int, str], ...] = (
-        (has_weights, "folder/finetune", side, "that of the weights"),
         (side <= 16, "digits", *own),
         (is_small and device == "cuda", "cifar10/speedrun", *own),
         (is_drawn and holds(10, _SMALL_IMAGES_A_MINUTE), "fashion_mnist/cpu-20-minutes", *own),

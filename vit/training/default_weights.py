@@ -19,7 +19,6 @@ _IMAGE_SIZE = 224
 _SECONDS: float = 60
 # A process of its own ends when its time is over, whatever the library waits for.
 _DOWNLOAD = "import sys, huggingface_hub as hub; hub.hf_hub_download(*sys.argv[1:])"
-_FROM_SCRATCH = "; --init none trains from scratch"
 
 
 def choose_weights(image_size: Any) -> tuple[dict[str, Any], str]:
@@ -36,8 +35,9 @@ def choose_weights(image_size: Any) -> tuple[dict[str, Any], str]:
                 _download(repository)
     except OSError as error:
         return {}, f"random: timm:{_NAME} can't be downloaded ({error})"
-    keys: dict[str, Any] = {"model.init": f"timm:{_NAME}", "data.image_size": _IMAGE_SIZE}
-    return keys, f"timm:{_NAME}, {_FACTS}{_FROM_SCRATCH}"
+    name = f"timm:{_NAME}"
+    keys = {"model.init": name, "data.image_size": _IMAGE_SIZE}
+    return keys, f"{name}, {_FACTS}; --init none trains from scratch"
 
 
 def _download(repository: str) -> None:

@@ -72,17 +72,17 @@ class TrainingPlan:
     def find_phase(self, step: int) -> Phase:
         """Return the phase of step number `step`, counted from 0."""
         rates = self.settings.patch_drop_rates or ()
-        mixing = [(self.mix_until, True)]
+        mix_end = self.find_end(self.mix_until)
 
         def look_up(rows: Iterable[tuple[float, Any]], default: Any) -> Any:
             return next((value for until, value in rows if step < self.find_end(until)), default)
 
-        ends = [self.find_end(until) for until, _ in [*self.image_sizes, *rates, *mixing]]
+        ends = [self.find_end(until) for until, _ in [*self.image_sizes, *rates]]
         return Phase(
-            min((end for end in ends if end > step), default=self.total_steps),
+            min((end for end in [*ends, mix_end] if end > step), default=self.total_steps),
             look_up(self.image_sizes, None),
             look_up(rates, 0.0),
-            look_up(mixing, False),
+            step < mix_end,
         )
 
 

@@ -13,8 +13,7 @@ def print_plan(run: Run, choices: dict[str, str], *, resumed: bool) -> None:
     """Show what a run will do, its unreadable images and the notes on its images on standard error;
     no notes of a run that is `resumed`. `choices` are the reasons of what was chosen, by name."""
     console = build_console(stderr=True)
-    rows = {"output": str(run.trainer.directory)}
-    rows |= _summarize_run(run) | choices
+    rows = _summarize_run(run) | choices
     console.print(build_table(rows.items(), num_text_columns=2))
     train = run.data.train
     for dataset in filter(None, (train, run.data.validation)):
@@ -34,7 +33,7 @@ def print_plan(run: Run, choices: dict[str, str], *, resumed: bool) -> None:
 
 
 def _summarize_run(run: Run) -> dict[str, str]:
-    """Describe the run's images, model, device and length, as text by name."""
+    """Describe the run's directory, images, model, device and length, as text by name."""
     plan = run.trainer.plan
     step = run.trainer.train_step
     data = run.data
@@ -42,8 +41,7 @@ def _summarize_run(run: Run) -> dict[str, str]:
     images = ", ".join(f"{len(dataset):,} {dataset.split}" for dataset in datasets)
     if num_unreadable := sum(len(dataset.unreadable) for dataset in datasets):
         images += f", {num_unreadable:,} unreadable"
-    word = "labels" if data.train.is_multilabel else "classes"
-    classes = f"{len(data.train.class_names)} {word}"
+    classes = "labels" if data.train.is_multilabel else "classes"
     length = "linear probe only"
     if plan.total_steps:
         epochs = math.ceil(plan.total_steps / plan.steps_per_epoch)
@@ -54,7 +52,8 @@ def _summarize_run(run: Run) -> dict[str, str]:
     kind = type(step.module)
     num_parameters = sum(parameter.numel() for parameter in step.module.parameters())
     facts = {
-        "data": f"{data.splits.title}: {images}; {classes}",
+        "output": str(run.trainer.directory),
+        "data": f"{data.splits.title}: {images}; {len(data.train.class_names)} {classes}",
         "read as": "; ".join(data.splits.read),
         "splits": "; ".join(data.splits.describe_splits()),
         "model": (

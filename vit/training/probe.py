@@ -103,8 +103,7 @@ def _choose_images(dataset: ImageDataset, max_images: int | bool) -> ImageDatase
         return dataset
     # the first image of each class in a random order, then the second of each class, and so on
     shuffled = np.random.default_rng(0).permutation(len(dataset))
-    order = np.argsort(dataset.strata[shuffled], kind="stable")
-    counts = np.unique(dataset.strata, return_counts=True)[1]
-    places = np.empty(len(dataset), dtype=np.int64)
-    places[order] = np.concatenate([np.arange(count) for count in counts])
+    strata = dataset.strata[shuffled]
+    order = np.argsort(strata, kind="stable")
+    places = np.argsort(order) - np.searchsorted(strata, strata, sorter=order)
     return dataset.subset(np.sort(shuffled[np.argsort(places, kind="stable")[:max_images]]))
