@@ -16,7 +16,6 @@ from vit.explanation.capture.forward import capture_attention as capture_attenti
 from vit.explanation.explain import explain as explain
 from vit.explanation.methods.maps import Method as Method
 from vit.explanation.methods.maps import attribute as attribute
-from vit.explanation.methods.maps import register_method as register_method
 from vit.explanation.methods.rollout import attention_rollout as attention_rollout
 from vit.model.modules import load_timm as load_timm
 from vit.model.vision_transformer import VisionTransformer as VisionTransformer

@@ -27,7 +27,6 @@ from vit.evaluation.report.report import build_report
 from vit.evaluation.result import EvaluationResult
 from vit.evaluation.subgroups import Subgroup
 from vit.explanation.render.page import encode_photo
-from vit.prediction.conformal import SetMetrics
 
 NASTY = "<img src=x onerror=document.title='owned'>"
 NAMES = ("ant", "</script><b>bee", "cat & co", "$dog$")
@@ -60,7 +59,6 @@ def make_case(
         names,
         temperature=1.5,
         subgroups={"site": [Subgroup(NASTY, 9, 9, 0.5, (0.1, 0.9))]},
-        prediction_sets=None if multilabel else SetMetrics(0.95, 100, 0.961, 0.302, 1.0, 2.31),
         unreadable=[(NASTY, "broken")],
         duplicates_of_training=TrainTestOverlap(
             exact=1, near=0, examples=[NASTY], accuracy_without=0.5

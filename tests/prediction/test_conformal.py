@@ -13,7 +13,6 @@ from vit.bundle import Bundle
 from vit.prediction.conformal import (
     compute_p_values,
     find_threshold,
-    measure_sets,
     predict_sets,
 )
 from vit.prediction.neighbours import compute_distances
@@ -99,16 +98,11 @@ def test_sets_of_a_model_and_none_without_a_threshold(bundle: Bundle) -> None:
     logits = np.zeros((2, num_classes), dtype=np.float32)
     logits[0, 1] = 20
     assert predict_sets(replace(bundle, metadata=metadata), logits) == [None, None]
-    assert measure_sets(replace(bundle, metadata=metadata), logits, np.array([1, 0])) is None
 
     conformal = {"num_images": 10, "thresholds": {"0.95": 0.5}, "no_likeness": "it is too hot"}
     # a temperature doesn't change the sets
     some = replace(bundle, metadata={**metadata, "conformal": conformal, "temperature": 50.0})
     assert predict_sets(some, logits) == [[bundle.class_names[1]], []]
-    measured = measure_sets(some, logits, np.array([1, 0]))
-    assert measured is not None
-    assert (measured.measured, measured.single, measured.single_correct) == (0.5, 0.5, 1.0)
-    assert (measured.mean_size, measured.num_images) == (0.5, 10)
 
 
 def test_a_model_without_features_in_its_file_has_no_p_value(bundle: Bundle) -> None:

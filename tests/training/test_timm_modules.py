@@ -10,7 +10,6 @@ import torch
 
 import vit
 from tests.training.test_user_objects import NAMES, Arrays, StopAfter, arrays, same
-from vit.model.timm_weights import freeze_timm
 
 __all__ = ["arrays"]  # a fixture
 
@@ -48,20 +47,10 @@ def test_a_module_of_timm_trains_resumes_and_opens_by_its_file_alone(
     assert np.mean([answer.predicted == "red" for answer in answers]) > 0.5
     with pytest.raises(ValueError, match=r"model\.depth 3: the weights of --init have their own"):
         train("deep", overrides={"model.depth": 3})
-
-
-def test_blocks_of_a_module_of_timm_are_frozen() -> None:
-    module = timm.create_model("vit_small_patch16_dinov3", num_classes=3, **SIZES)
-
-    def freeze(part: Any) -> set[str]:
-        freeze_timm(module, part)
-        named = module.named_parameters()
-        return {".".join(name.split(".")[:2]) for name, value in named if value.requires_grad}
-
-    assert freeze("backbone") == {"head.weight", "head.bias"}
-    assert freeze(1) == {"blocks.1", "norm.weight", "norm.bias", "head.weight", "head.bias"}
-    with pytest.raises(ValueError, match="freeze 3: the model has 2 blocks"):
-        freeze(3)
+    with pytest.raises(
+        ValueError, match=r"model\.freeze=1 is for vit's own models, and \w+ is not one"
+    ):
+        train("frozen", overrides={"model.freeze": 1})
 
 
 def test_a_published_file_of_dinov3_opens(tmp_path: Path) -> None:

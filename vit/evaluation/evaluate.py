@@ -20,7 +20,6 @@ from vit.evaluation.result import EVALUATION_FILE, Evaluation, EvaluationResult
 from vit.evaluation.subgroups import measure_subgroups, read_values, tells_class
 from vit.evaluation.thresholds import choose_operating_point, parse_rule
 from vit.prediction.batch_predictor import BatchPredictor
-from vit.prediction.conformal import measure_sets
 from vit.prediction.decision import describe_decision, read_thresholds
 from vit.prediction.probabilities import Float32s
 from vit.runtime.arguments import check_minimum, shorten
@@ -280,7 +279,6 @@ def _measure(
         temperature=bundle.temperature,
         operating_point=bundle.operating_point.get("rule"),
         subgroups=subgroups,
-        prediction_sets=measure_sets(bundle, logits, images.labels),
         num_images=len(images),
         num_groups=images.num_groups,
         unreadable=[(printable(name), printable(reason)) for name, reason in dataset.unreadable],

@@ -22,7 +22,6 @@ from vit.evaluation.metrics import ClassMetrics, Scores
 from vit.evaluation.predictions import PREDICTIONS_FILE, save_predictions
 from vit.evaluation.subgroups import Subgroup
 from vit.model.find_file import MODEL_FILE
-from vit.prediction.conformal import SetMetrics
 from vit.prediction.probabilities import Bools, Float32s, chunk_rows
 from vit.runtime.documents import escape_formula
 from vit.runtime.files import FileContent, Result, compute_sha256, format_json
@@ -51,7 +50,7 @@ class Evaluation(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    schema_version: Literal[3] = 3
+    schema_version: Literal[4] = 4
     task: Literal["classes", "multilabel"]
     # null where no image has a label that the metric needs
     metrics: dict[str, float | None]
@@ -66,8 +65,6 @@ class Evaluation(BaseModel):
 
     # column of --by → the images by its values, the worst first
     subgroups: dict[str, list[Subgroup]] = {}
-    # null if the model file holds no threshold of prediction sets
-    prediction_sets: SetMetrics | None = None
 
     # number of evaluated images, the denominator of every metric, and of their groups
     num_images: int

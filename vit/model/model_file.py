@@ -95,15 +95,8 @@ def read_model_file(path: Path) -> ModelFile:
         )
     if not all(isinstance(metadata.get(name), kind) for name, kind in _NEEDED.items()):
         raise ValueError(f"{path} is damaged: it lacks one of {', '.join(_NEEDED)}")
-    architecture = metadata.get("architecture", {})
-    gone = "a distilled model" if architecture.pop("distilled", False) else ""
-    if architecture.get("mlp") == "swiglu":
-        gone = "a model with mlp=swiglu"
-    if gone:
-        raise ValueError(
-            f"{path} is {gone}, which vit has no more; train one again, or use it with"
-            " vit-pipeline 0.2"
-        )
+    # an argument of earlier versions, whose weights wouldn't fit
+    metadata.get("architecture", {}).pop("distilled", None)
     hashes, likeness = (_take(tensors, names) for names in (_HASHES, _LIKENESS))
     return ModelFile(
         tensors,

@@ -4,14 +4,12 @@ import inspect
 import json
 from collections.abc import Mapping
 from contextlib import nullcontext, redirect_stdout, suppress
-from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import timm
 import torch
 from timm import layers
-from timm.models import group_parameters
 from timm.models import vision_transformer as timm_vit
 from timm.models.eva import checkpoint_filter_fn
 from torch import nn
@@ -112,21 +110,6 @@ def rebuild_timm(module: nn.Module, *, drop_path_rate: float) -> nn.Module:
     rebuilt = build_module(values | {"args": arguments}, num_classes=net.num_classes)
     rebuilt.load_state_dict(module.state_dict())
     return rebuilt
-
-
-def freeze_timm(module: nn.Module, part: Literal["backbone"] | int) -> None:
-    """Exclude a part of timm's module from training, see `VisionTransformer.freeze`."""
-    net: Any = module
-    module.requires_grad_(False)
-    if part == "backbone":
-        net.get_classifier().requires_grad_(True)
-        return
-    # the embeddings, each block, and what comes after them
-    groups = list(group_parameters(module, net.group_matcher()).values())
-    if part > len(groups) - 2:
-        raise ValueError(f"freeze {part}: the model has {len(groups) - 2} blocks")
-    for name in chain.from_iterable(groups[part + 1 :]):
-        module.get_parameter(name).requires_grad_(True)
 
 
 def describe_timm(module: nn.Module) -> Architecture:

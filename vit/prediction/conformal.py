@@ -7,7 +7,6 @@ exchangeable with them, its rank among the n + 1 scores is uniform. Everything h
 """
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -15,7 +14,6 @@ from vit.bundle import Bundle
 from vit.prediction.probabilities import (
     Float32s,
     Floats,
-    Ints,
     chunk_rows,
     compute_log_probabilities,
 )
@@ -63,39 +61,3 @@ def predict_sets(bundle: Bundle, logits: Float32s) -> list[list[str]] | list[Non
             chosen = np.argsort(-row, kind="stable")[: np.count_nonzero(row >= threshold)]
             sets.append([bundle.class_names[index] for index in chosen])
     return sets
-
-
-@dataclass(frozen=True)
-class SetMetrics:
-    """Prediction sets on labelled images."""
-
-    # fraction of the sets that should include the label
-    coverage: float
-    # number of validation images that the threshold is from
-    num_images: int
-    # fraction of the sets that include the label
-    measured: float
-    # fraction of the sets that have one class, and of these the one that is correct
-    single: float
-    single_correct: float | None
-    # mean number of classes
-    mean_size: float
-
-
-def measure_sets(bundle: Bundle, logits: Float32s, labels: Ints) -> SetMetrics | None:
-    """Measure the prediction sets of `predict_sets` by the labels, [n]."""
-    sets = [chosen for chosen in predict_sets(bundle, logits) if chosen is not None]
-    if not sets:
-        return None
-    names = [bundle.class_names[label] for label in labels]
-    is_right = np.array([name in chosen for name, chosen in zip(names, sets, strict=True)])
-    size = np.array(list(map(len, sets)))
-    is_single = size == 1
-    return SetMetrics(
-        coverage=COVERAGE,
-        num_images=bundle.metadata["conformal"]["num_images"],
-        measured=float(is_right.mean()),
-        single=float(is_single.mean()),
-        single_correct=float(is_right[is_single].mean()) if is_single.any() else None,
-        mean_size=float(size.mean()),
-    )

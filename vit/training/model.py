@@ -69,7 +69,7 @@ def _load_model(
 
 
 def set_up_training(config: Config, model: nn.Module) -> None:
-    """Freeze what the configuration freezes. Raises ValueError for more blocks than there are."""
+    """Freeze what the configuration freezes. Raises ValueError for blocks that there aren't."""
     part = config.model.freeze
     net: Any = model
     if isinstance(model, VisionTransformer):
@@ -80,11 +80,14 @@ def set_up_training(config: Config, model: nn.Module) -> None:
         return
     if config.train.grad_checkpointing:
         net.set_grad_checkpointing()
-    if part != "none":
-        # timm takes seconds to import
-        from vit.model.timm_weights import freeze_timm
-
-        freeze_timm(model, part)
+    if part == "backbone":
+        model.requires_grad_(False)
+        net.get_classifier().requires_grad_(True)
+    elif part != "none":
+        raise ValueError(
+            f"model.freeze={part} is for vit's own models, and {type(model).__name__} is not one; take"
+            " backbone or none"
+        )
 
 
 def check_model(config: Config, model: nn.Module, *, num_classes: int) -> None:

@@ -82,7 +82,6 @@ def test_the_report_is_files_that_agree(tmp_path: Path) -> None:
     gains = {"rollout": noise[0] - 0.1, "gae": noise[0], "random": noise[1]}
     result = FaithfulnessResult(
         values={"srg": gains, "srg_mean": gains},
-        milliseconds={"rollout": 1.5, "gae": 3.25},
         conditions={"model": "digits"},
         notes=[],
         ids=["a"],

@@ -36,16 +36,17 @@ def build_probability(
     return predict
 
 
+BASELINES = ("random", "centre")
+
+
 def build_baselines(batch: int, grid: Grid) -> dict[str, PatchMaps]:
     """Return maps [batch, rows, columns] that don't depend on the model, by name: random numbers;
     and a Gaussian in the middle, where photographers put objects, σ a quarter of each side."""
     generator = torch.Generator().manual_seed(0)
     down, across = (torch.linspace(-2, 2, side + 2)[1:-1] for side in grid)
     centre = torch.exp(-(down[:, None] ** 2 + across[None, :] ** 2) / 2)
-    return {
-        "random": torch.rand(batch, *grid, generator=generator),
-        "centre": centre.repeat(batch, 1, 1),
-    }
+    noise = torch.rand(batch, *grid, generator=generator)
+    return dict(zip(BASELINES, (noise, centre.repeat(batch, 1, 1)), strict=True))
 
 
 def compute_gain(predict: Predict, maps: PatchMaps) -> Float[Tensor, " n"]:

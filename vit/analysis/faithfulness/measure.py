@@ -1,6 +1,5 @@
 """`vit.measure_faithfulness`: the images, their maps, and what removing patches does."""
 
-import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -113,9 +112,7 @@ def measure_faithfulness(
     images, classes = images.to(bundle.device), classes.to(bundle.device)
     target = LABEL if bundle.is_multilabel else CLASS
     reader = read_model(bundle.model, images)
-    maps, milliseconds = _time_maps(
-        reader, images, classes, names, target=target, batch_size=batch_size
-    )
+    maps = _compute_all(reader, images, classes, names, target=target, batch_size=batch_size)
     _, rows, columns = maps[names[0]].shape
     maps |= build_baselines(len(images), (rows, columns))
 
@@ -148,10 +145,10 @@ def measure_faithfulness(
         "precision": precision,
         "versions": collect_versions(),
     }
-    return FaithfulnessResult(values, milliseconds, conditions, notes, ids)
+    return FaithfulnessResult(values, conditions, notes, ids)
 
 
-def _time_maps(
+def _compute_all(
     reader: ModelReader,
     images: Images,
     classes: Int[Tensor, " n"],
@@ -159,27 +156,16 @@ def _time_maps(
     *,
     target: Target,
     batch_size: int,
-) -> tuple[dict[str, PatchMaps], dict[str, float]]:
-    """Compute the maps [n, rows, columns] of each method, and the milliseconds for one, the forward
-    pass included."""
-    parts = (torch.split(each, batch_size) for each in (images, classes))
-    batches = list(zip(*parts, strict=True))
-
-    def explain(method: str, part: Images, answers: Tensor) -> PatchMaps:
+) -> dict[str, PatchMaps]:
+    """Compute the maps [n, rows, columns] of each method, on the CPU."""
+    parts = []
+    batches = (torch.split(each, batch_size) for each in (images, classes))
+    for part, answers in zip(*batches, strict=True):
         chosen = target.with_classes(answers)
-        _, _, (found,) = compute_maps(reader, part, methods=[method], target=chosen)
-        # this waits for an accelerator
-        return copy_to_host(found)[:, 0]
-
-    maps = {}
-    milliseconds = {}
-    for method in methods:
-        # the pass that verifies the capture of this architecture is not timed
-        explain(method, *batches[0])
-        started = time.perf_counter()
-        maps[method] = torch.cat([explain(method, *batch) for batch in batches])
-        milliseconds[method] = 1000 * (time.perf_counter() - started) / len(images)
-    return maps, milliseconds
+        _, _, found = compute_maps(reader, part, methods=methods, target=chosen)
+        parts.append(copy_to_host(found))
+    joined = map(torch.cat, zip(*parts, strict=True))
+    return {name: values[:, 0] for name, values in zip(methods, joined, strict=True)}
 
 
 def select_correct_images(

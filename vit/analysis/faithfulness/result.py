@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from vit.analysis.faithfulness.gains import PerImage
+from vit.analysis.faithfulness.gains import BASELINES, PerImage
 from vit.explanation.patch_removal import Fill
 from vit.runtime.files import FileContent, Result
 
 # Symmetric relevance gains, and how patches are removed: their tokens dropped, or filled with the
 # image's mean colour.
 GAINS: dict[str, Fill] = {"srg": "auto", "srg_mean": "mean"}
-HEADINGS = ("map", "tokens dropped", "filled with the mean", "ms")
+HEADINGS = ("map", "tokens dropped", "filled with the mean")
 Estimate = dict[str, float]
 
 
@@ -26,14 +26,12 @@ class FaithfulnessResult(Result):
     Attributes:
         values: Gain of every image, by metric ("srg" with tokens dropped, "srg_mean" with the mean
             fill) and map.
-        milliseconds: Time for the map of one image by method, the forward pass included.
         conditions: Model, data, split, number of images, device and versions.
         notes: Sentences about how the gains were measured.
         ids: The images.
     """
 
     values: Mapping[str, Mapping[str, PerImage]]
-    milliseconds: Mapping[str, float]
     conditions: Mapping[str, Any]
     notes: list[str]
     ids: list[str]
@@ -50,31 +48,29 @@ class FaithfulnessResult(Result):
             "metrics": {
                 metric: {
                     "methods": estimate(gains),
-                    "best": find_best({name: gains[name] for name in self.milliseconds}),
+                    "best": find_best(gains),
                 }
                 for metric, gains in self.values.items()
             },
-            "milliseconds": dict(self.milliseconds),
             "notes": self.notes,
         }
 
     @property
     def rows(self) -> list[list[str]]:
-        """Cells of the table by falling gain with tokens dropped: the map, both gains with their
-        intervals, "*" where a method is tied for best, and the milliseconds of a method."""
+        """Cells of the table by falling gain with tokens dropped: the map, and both gains with their
+        intervals, "*" where a method is tied for best."""
         rows = []
         for name in _sort(self.values["srg"]):
             row = [name]
             for metric in self.summary["metrics"].values():
                 gain = "{mean:.3f} ({low:.3f}–{high:.3f}) ".format(**metric["methods"][name])
                 row.append(gain + ("*" if name in metric["best"] else " "))
-            time = self.milliseconds.get(name)
-            rows.append([*row, "" if time is None else f"{time:.1f}"])
+            rows.append(row)
         return rows
 
     def build_files(self) -> dict[str, FileContent]:
         content = {
-            "schema_version": 6,
+            "schema_version": 7,
             **self.conditions,
             "image_ids": self.ids,
             **self.summary,
@@ -112,7 +108,7 @@ def find_best(values: Mapping[str, PerImage]) -> Sequence[str]:
     """Find the methods that are statistically tied for best, highest mean first: the 95 % interval
     of their paired difference to the highest mean includes 0, not corrected for their number."""
     # the paired difference to the highest: intervals of means overlap too easily
-    ordered = _sort(values)
+    ordered = [name for name in _sort(values) if name not in BASELINES]
     estimates = estimate({name: values[name] - values[ordered[0]] for name in ordered})
     return [name for name in ordered if estimates[name]["high"] >= 0]
 

@@ -64,7 +64,12 @@ class Method:
             its standard deviation over the patches.
 
     Example:
-        >>> vit.register_method(vit.Method(name="last", compute=last_layer))
+        >>> from vit.explanation.methods.maps import METHODS
+        >>> def last_layer(forward, classes):  # relevance of each token [B, N]
+        ...     layer = forward.record.layers[-1]
+        ...     return layer.attend(forward.pool_weights).mean(dim=1)
+        >>> METHODS["last"] = vit.Method(name="last", compute=last_layer)
+        >>> vit.explain("runs/digits", "photo.png", methods="last")
     """
 
     name: str
@@ -84,52 +89,30 @@ class Method:
         return [one.name for one in parameters if one.kind is inspect.Parameter.KEYWORD_ONLY]
 
 
-METHODS: dict[str, Method] = {}
-
-
-def register_method(method: Method) -> None:
-    """Add a map method, which `vit.explain`, `vit explain`, the gallery and
-    `vit.measure_faithfulness` then know by its name.
-
-    Args:
-        method: The method.
-
-    Raises:
-        ValueError: Another method has this name.
-
-    Example:
-        >>> def last_layer(forward, classes):  # relevance of each token [B, N]
-        ...     layer = forward.record.layers[-1]
-        ...     return layer.attend(forward.pool_weights).mean(dim=1)
-        >>> vit.register_method(vit.Method(name="last", compute=last_layer))
-        >>> vit.explain("runs/digits", "photo.png", methods="last")
-    """
-    # the same method again, from a module that is imported twice, is no mistake
-    if METHODS.setdefault(method.name, method) != method:
-        raise ValueError(f"a map method is called {method.name!r} already; give another name")
-
-
-for _method in (
-    Method(name="rollout", compute=compute_rollout, class_specific=False),
-    Method(name="gae", compute=compute_gae),
-    Method(name="grad-cam", compute=compute_grad_cam, models=("feature map",)),
-    Method(name="libra-fullgrad", compute=compute_fullgrad_plus, signed=True, libra=True),
-    Method(
-        name="libra-input-x-gradient",
-        compute=compute_difference_x_gradient,
-        models=("attention", "pixels"),
-        signed=True,
-        libra=True,
-    ),
-    Method(name="removal-gradient", compute=compute_removal_map, signed=True),
-    # one part each for patches that are left out, patches that are painted over, and single patches
-    Method(
-        name="libra-removal",
-        parts=("libra-fullgrad", "libra-input-x-gradient", "removal-gradient"),
-        signed=True,
-    ),
-):
-    register_method(_method)
+# name → method; another one that is put here is known to every function and command
+METHODS = {
+    method.name: method
+    for method in (
+        Method(name="rollout", compute=compute_rollout, class_specific=False),
+        Method(name="gae", compute=compute_gae),
+        Method(name="grad-cam", compute=compute_grad_cam, models=("feature map",)),
+        Method(name="libra-fullgrad", compute=compute_fullgrad_plus, signed=True, libra=True),
+        Method(
+            name="libra-input-x-gradient",
+            compute=compute_difference_x_gradient,
+            models=("attention", "pixels"),
+            signed=True,
+            libra=True,
+        ),
+        Method(name="removal-gradient", compute=compute_removal_map, signed=True),
+        # one part each for patches that are left out, patches that are painted over, and single patches
+        Method(
+            name="libra-removal",
+            parts=("libra-fullgrad", "libra-input-x-gradient", "removal-gradient"),
+            signed=True,
+        ),
+    )
+}
 
 
 def list_methods(source: Source = "attention") -> list[str]:
