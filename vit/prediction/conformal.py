@@ -14,7 +14,6 @@ from vit.bundle import Bundle
 from vit.prediction.probabilities import (
     Float32s,
     Floats,
-    chunk_rows,
     compute_log_probabilities,
 )
 
@@ -56,8 +55,7 @@ def predict_sets(bundle: Bundle, logits: Float32s) -> list[list[str]] | list[Non
     if threshold is None or bundle.is_multilabel or bundle.operating_point:
         return [None] * len(logits)
     sets = []
-    for rows in chunk_rows(logits):
-        for row in np.exp(compute_log_probabilities(logits[rows], 1.0)):
-            chosen = np.argsort(-row, kind="stable")[: np.count_nonzero(row >= threshold)]
-            sets.append([bundle.class_names[index] for index in chosen])
+    for row in np.exp(compute_log_probabilities(logits, 1.0)):
+        chosen = np.argsort(-row, kind="stable")[: np.count_nonzero(row >= threshold)]
+        sets.append([bundle.class_names[index] for index in chosen])
     return sets

@@ -38,8 +38,8 @@ def complete_model_file(run: Run, directory: Path) -> None:
     module = copy.deepcopy(trainer.train_step.module)
     bundle = load_bundle(path, model=module, device=trainer.train_step.device)
     validation = run.data.validation
-    conformal: dict[str, Any] = {"num_images": len(validation or ()), "thresholds": {}}
-    metadata = {**content.metadata, "conformal": conformal}
+    thresholds: dict[str, float] = {}
+    metadata: dict[str, Any] = {**content.metadata, "conformal": {"thresholds": thresholds}}
     likeness = content.likeness
     if validation is not None:
         logits = predict_validation(run.data, bundle.model, trainer.train_step.device)
@@ -49,7 +49,7 @@ def complete_model_file(run: Run, directory: Path) -> None:
         if not validation.is_multilabel:
             threshold = find_threshold(score_logits(logits, validation.labels).label_probability)
             if threshold is not None:
-                conformal["thresholds"] = {str(COVERAGE): threshold}
+                thresholds[str(COVERAGE)] = threshold
         # A run that has ended must not fail because of images that can't be read any more.
         if count_features(bundle.model):
             try:

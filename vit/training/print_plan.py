@@ -20,12 +20,10 @@ def print_plan(run: Run, choices: dict[str, str], *, resumed: bool) -> None:
         for name, reason in dataset.unreadable:
             console.print(f"skipped {dataset.split} image {name}: {reason}", soft_wrap=True)
     if resumed:
-        trainer = run.trainer
-        # the same fraction for all parameters
-        highest = trainer.train_step.optimizer.param_groups[0]["initial_lr"]
+        trainer, step = run.trainer, run.trainer.train_step
         console.print(
             f"resuming after step {trainer.progress.step} of {trainer.plan.total_steps}, at"
-            f" {trainer.train_step.learning_rate / highest:.0%} of the highest learning rate"
+            f" {step.lr_factor(step.num_steps * step.pace):.0%} of the highest learning rate"
         )
         return
     for sentence in train.notes:

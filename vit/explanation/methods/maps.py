@@ -65,11 +65,7 @@ class Method:
 
     Example:
         >>> from vit.explanation.methods.maps import METHODS
-        >>> def last_layer(forward, classes):  # relevance of each token [B, N]
-        ...     layer = forward.record.layers[-1]
-        ...     return layer.attend(forward.pool_weights).mean(dim=1)
         >>> METHODS["last"] = vit.Method(name="last", compute=last_layer)
-        >>> vit.explain("runs/digits", "photo.png", methods="last")
     """
 
     name: str
