@@ -174,10 +174,10 @@ def test_commands_start_without_torch_s_compiler_and_other_slow_imports(
     }
     run = f"sys.argv = {['vit', 'train', str(photos), *arguments]}; vit.cli.main.main()"
     check = f"assert 'torch' in sys.modules and not sys.modules.keys() & {slow}"
-    code = f"import sys, vit.cli.main\ntry: {run}\nexcept SystemExit as end: assert not end.code\n{check}"
     # The other commands start without these libraries, too.
     slow_libraries = slow | {"timm", "torchvision", "sklearn", "scipy.stats", "scipy.optimize"}
-    code += f"\nvit.evaluate, vit.predict, vit.explain\nassert not sys.modules.keys() & {slow_libraries}"
+    code = f"import sys, vit.cli.main\nvit.evaluate, vit.predict, vit.explain\nassert not sys.modules.keys() & {slow_libraries}"
+    code += f"\ntry: {run}\nexcept SystemExit as end: assert not end.code\n{check}"
     cli.finish(cli.start(program=("-c", code)))
 
 
