@@ -176,7 +176,8 @@ def test_commands_start_without_torch_s_compiler_and_other_slow_imports(
     check = f"assert 'torch' in sys.modules and not sys.modules.keys() & {slow}"
     # The other commands start without these libraries, too.
     slow_libraries = slow | {"timm", "torchvision", "sklearn", "scipy.stats", "scipy.optimize"}
-    code = f"import sys, vit.cli.main\nvit.evaluate, vit.predict, vit.explain\nassert not sys.modules.keys() & {slow_libraries}"
+    others = "vit.evaluate, vit.predict, vit.explain"
+    code = f"import sys, vit.cli.main\n{others}\nassert not sys.modules.keys() & {slow_libraries}"
     code += f"\ntry: {run}\nexcept SystemExit as end: assert not end.code\n{check}"
     cli.finish(cli.start(program=("-c", code)))
 
