@@ -56,7 +56,7 @@ def test_details_that_the_own_size_loses_get_twice_the_size_and_a_resumed_run_ke
     shown = " ".join(cli.succeed(*run).text.split())
     assert "a linear probe of 100 photos: " in shown
     config = load_config(tmp_path / "run" / "config.yaml")
-    assert (config.data.image_size, config.model.probe) == (32, 300)
+    assert (config.data.image_size, config.model.probe) == (32, 200)
     monkeypatch.setattr(image_size, "build_run", None)  # nothing is measured again
     assert "resuming" in cli.succeed(*run, "--resume").text
 

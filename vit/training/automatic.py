@@ -2,8 +2,7 @@
 
 A recipe is taken by the side and the number of the images, their colours, the device and the
 minutes, and its size, batch and length are fitted to the images. What the user sets with
-`key.path=value` holds, and what depends on it follows. Nothing is timed here: the run itself ends
-when its minutes do (train.max_minutes).
+`key.path=value` holds, and what depends on it follows. The run ends when its minutes do.
 """
 
 import math
@@ -26,7 +25,7 @@ from vit.training.recipe import find_recipe
 Values = dict[str, Any]
 
 DEFAULT_MINUTES = {"cpu": 5.0, "mps": 5.0, "cuda": 20.0}
-# Images whose sizes are read.
+# images whose sizes are read
 _SAMPLE = 64
 # Pixels up to which images are trained at their own size.
 _MAX_SMALL_SIDE = 48
@@ -101,15 +100,15 @@ def choose_config(
         if first.data.validation_fraction > 0:
             num_validation = len(splits.split("validation"))
         chosen = _fit_weights(recipe, given, num_images, num_validation) | chosen
-        if "data.image_size" not in given:
-            values = chosen | given
-            larger, reason = choose_image_size(values, splits, side=side, minutes=minutes)
-            chosen |= larger
         if "model.freeze" in chosen:
             reasons["length"] = (
                 f"linear probe only; {num_validation} validation images can't tell whether"
                 " fine-tuning it would help (--folds 5 fits it on all images)"
             )
+        if "data.image_size" not in given:
+            values = chosen | given
+            larger, reason = choose_image_size(values, splits, side=side, minutes=minutes)
+            chosen |= larger
     else:
         chosen |= _fit_images(recipe, given, num_images, min(side, largest), device)
         if name == "imagenette/cpu" and num_images < 2 * _ENOUGH_PHOTOS:
@@ -118,7 +117,7 @@ def choose_config(
             # 84.7 and 82.4 % on unseen images of two sets of 4 × 200 photos, where the recipe alone
             # gave 82.4 and 81.1 %
             chosen |= {"augment.cutmix": 1.0, "optimizer.weight_decay": 0.1}
-    reasons["recipe"] = f"{name}; set augment.flip=none where left and right matter, as in letters"
+    reasons["recipe"] = f"{name}; set augment.flip=none where left and right matter"
     flips = given.get("augment.flip") is None and recipe.augment.flip != "none"
     if flips and (pair := find_mirrored_classes(images)):
         chosen["augment.flip"] = "none"

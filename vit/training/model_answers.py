@@ -1,5 +1,5 @@
 """Parts of a model file by which a model says that it isn't sure, written at the end of the run:
-thresholds of prediction sets, a temperature, and features by which unusual images are found."""
+thresholds of sets, a temperature, and features by which unusual images are found."""
 
 import copy
 import warnings
@@ -62,18 +62,19 @@ def complete_model_file(run: Run, directory: Path) -> None:
 
 
 def _compute_likeness(run: Run, bundle: Bundle) -> Likeness:
-    """Compute the features by which unusual images are found."""
-    train, validation = run.data.train, run.data.validation
+    """Compute features by which unusual images are found."""
+    validation = run.data.validation
     assert validation is not None
+    fitted = run.probe if run.probe and run.probe.features else None
+    images = fitted.images if fitted else run.data.train
     # Evenly spaced among the images by class, so that each class has its share.
-    by_class = np.argsort(train.strata, kind="stable")
+    by_class = np.argsort(images.strata, kind="stable")
     chosen = np.sort(by_class[choose_evenly(len(by_class), _MAX_TRAINING_FEATURES)])
-    fitted = run.probe
-    if fitted is not None and fitted.features and fitted.images is train:
+    if fitted:
         training_features = fitted.features[fitted.probe.readout].numpy()[chosen]
     else:
         # Images that are decoded while training are decoded here, and unreadable ones are left out.
-        training_features = compute_head_features(bundle, run.data.decode(train.subset(chosen)))
+        training_features = compute_head_features(bundle, run.data.decode(images.subset(chosen)))
     held_out = choose_evenly(len(validation), _MAX_DISTANCES)
     held_out_features = compute_head_features(bundle, validation.subset(held_out))
     units = normalize_rows(training_features).astype(np.float16)
