@@ -224,11 +224,15 @@ def compute_features(predictor: BatchPredictor, dataset: ImageDataset) -> Featur
     return {readout: values[:, place] for place, readout in enumerate(readouts)}
 
 
-def compute_head_features(bundle: Bundle, dataset: ImageDataset) -> Float32s:
-    """Compute the pooled features of images that the head reads, [n, D]."""
+def predict_dataset(bundle: Bundle, dataset: ImageDataset) -> tuple[Float32s, Float32s]:
+    """Compute the logits of images, [n, C], and the features that the head reads, [n, D]; [n, 0] for
+    a model whose features are unknown."""
     predictor = BatchPredictor.from_bundle(bundle)
     read = partial(read_dataset, dataset, bundle.preprocess)
-    return predictor.predict_with_features(read, count=len(dataset))[1]
+    if count_features(bundle.model):
+        return predictor.predict_with_features(read, count=len(dataset))
+    logits = predictor.predict(read, count=len(dataset))
+    return logits, logits[:, :0]
 
 
 def read_dataset(dataset: ImageDataset, preprocess: Preprocess, start: int, stop: int) -> Pixels:

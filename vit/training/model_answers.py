@@ -1,5 +1,5 @@
 """Parts of a model file by which a model says that it isn't sure, written at the end of the run:
-thresholds of sets, a temperature, and features by which unusual images are found."""
+thresholds of prediction sets, a temperature, and features by which unusual images are found."""
 
 import copy
 import warnings
@@ -14,14 +14,13 @@ from vit.data.dataset import choose_evenly
 from vit.evaluation.calibration import MIN_IMAGES, fit_temperature
 from vit.evaluation.metrics import score_logits
 from vit.model.find_file import MODEL_FILE
-from vit.model.logits import count_features
 from vit.model.model_file import Likeness, read_model_file, write_model_file
-from vit.prediction.batch_predictor import compute_head_features
+from vit.prediction.batch_predictor import predict_dataset
 from vit.prediction.conformal import COVERAGE, find_threshold
 from vit.prediction.neighbours import compute_distances, normalize_rows
+from vit.prediction.probabilities import Float32s
 from vit.runtime.arguments import first_line
 from vit.training.run import Run
-from vit.training.validation import predict_validation
 
 # training images whose features are kept
 _MAX_TRAINING_FEATURES = 2000
@@ -42,7 +41,7 @@ def complete_model_file(run: Run, directory: Path) -> None:
     metadata: dict[str, Any] = {**content.metadata, "conformal": {"thresholds": thresholds}}
     likeness = content.likeness
     if validation is not None:
-        logits = predict_validation(run.data, bundle.model, trainer.train_step.device)
+        logits, features = predict_dataset(bundle, validation)
         if len(logits) >= MIN_IMAGES and np.isfinite(logits).all():
             metadata["temperature"] = fit_temperature(logits, validation.labels)
         # The thresholds of labels decide, so that they need no sets.
@@ -51,9 +50,9 @@ def complete_model_file(run: Run, directory: Path) -> None:
             if threshold is not None:
                 thresholds[str(COVERAGE)] = threshold
         # A run that has ended must not fail because of images that can't be read any more.
-        if count_features(bundle.model):
+        if features.size:
             try:
-                likeness = _compute_likeness(run, bundle)
+                likeness = _compute_likeness(run, bundle, features)
             except (OSError, ValueError, RuntimeError) as error:
                 warnings.warn(f"unusual images won't be told: {first_line(error)}", stacklevel=2)
     if trainer.process.is_main:
@@ -61,10 +60,8 @@ def complete_model_file(run: Run, directory: Path) -> None:
     trainer.process.wait()
 
 
-def _compute_likeness(run: Run, bundle: Bundle) -> Likeness:
-    """Compute features by which unusual images are found."""
-    validation = run.data.validation
-    assert validation is not None
+def _compute_likeness(run: Run, bundle: Bundle, held_out: Float32s) -> Likeness:
+    """Compute the features by which unusual images are found."""
     fitted = run.probe if run.probe and run.probe.features else None
     images = fitted.images if fitted else run.data.train
     # Evenly spaced among the images by class, so that each class has its share.
@@ -74,8 +71,7 @@ def _compute_likeness(run: Run, bundle: Bundle) -> Likeness:
         training_features = fitted.features[fitted.probe.readout].numpy()[chosen]
     else:
         # Images that are decoded while training are decoded here, and unreadable ones are left out.
-        training_features = compute_head_features(bundle, run.data.decode(images.subset(chosen)))
-    held_out = choose_evenly(len(validation), _MAX_DISTANCES)
-    held_out_features = compute_head_features(bundle, validation.subset(held_out))
+        _, training_features = predict_dataset(bundle, run.data.decode(images.subset(chosen)))
+    held_out = held_out[choose_evenly(len(held_out), _MAX_DISTANCES)]
     units = normalize_rows(training_features).astype(np.float16)
-    return Likeness(units, compute_distances(held_out_features, units).astype(np.float32))
+    return Likeness(units, compute_distances(held_out, units).astype(np.float32))
