@@ -64,6 +64,28 @@ def test_eight_bits_have_no_range_and_nan_is_black(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("missing", "values"),
+    [
+        ("-9999", (RAMP / 8190).astype(np.float32)),
+        ("-3.4028234663852886e+38", (RAMP / 8190).astype(np.float32)),
+        ("-9999", RAMP.astype(np.int32)),
+        ("65535", RAMP),
+    ],
+)
+def test_values_that_a_geotiff_names_as_missing_are_black_and_no_part_of_the_range(
+    tmp_path: Path, missing: str, values: np.ndarray
+) -> None:
+    values = values.copy()
+    values[:8] = float(missing)
+    dataset = write(tmp_path, values, suffix="tif", tiffinfo={42113: missing})
+    low, high = measure_value_range(dataset) or (0, 0)
+    assert 0 <= low < high <= 4095
+    pixels = scale(dataset)
+    assert (pixels[:8] == 0).all()
+    assert len(np.unique(pixels[8:])) > 100
+
+
+@pytest.mark.parametrize(
     ("low", "high", "bits", "expected"),
     [
         # hundredths of a kelvin: 0 to 32767 would leave 31 levels

@@ -192,8 +192,7 @@ def _build(
                 advance(len(chunk))
         except BrokenProcessPool as error:
             raise OSError(
-                "a data-loading worker has ended (out of memory? try fewer data.workers; a script"
-                " that starts workers calls vit under if __name__ == '__main__':)"
+                "a data-loading worker has ended (out of memory? try fewer data.workers)"
             ) from error
 
     index = {

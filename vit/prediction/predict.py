@@ -95,7 +95,7 @@ def list_inputs(images: ImageInputs) -> Iterator[tuple[str, str | Image.Image]]:
 
 
 def _list_one(images: ImageInputs, *, in_list: bool = False) -> Iterator[str | Image.Image]:
-    """List the images that a table names, whether it has labels or not, or those of `list_images`."""
+    """List the images that a table names, or those of `list_images`."""
     if isinstance(images, str | Path) and is_table(expand_home(images)):
         return (file for _, file in list_rows(expand_home(images))[1])
     return list_images([images] if in_list else images)

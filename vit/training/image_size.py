@@ -15,8 +15,8 @@ from vit.training.model import build_model
 from vit.training.probe import PROBE_KEYS
 from vit.training.run import build_run
 
-# In 5 minutes 100 photos: 2 cores need 10 s at the first size and 50 s at the second, which isn't
-# tried where the first takes over 3 s.
+# 100 photos in 5 minutes: 2 cores need 10 s at the first size and 50 s at the second, which isn't
+# tried where the first takes over 15 s.
 _IMAGES_A_MINUTE = 20
 _SECONDS_A_MINUTE = 3
 _MIN_IMAGES = 40

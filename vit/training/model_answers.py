@@ -70,7 +70,7 @@ def _compute_likeness(run: Run, bundle: Bundle, held_out: Float32s) -> Likeness:
     if fitted:
         training_features = fitted.features[fitted.probe.readout].numpy()[chosen]
     else:
-        # Images that are decoded while training are decoded here, and unreadable ones are left out.
+        # Images that are decoded while training are decoded here.
         _, training_features = predict_dataset(bundle, run.data.decode(images.subset(chosen)))
     held_out = held_out[choose_evenly(len(held_out), _MAX_DISTANCES)]
     units = normalize_rows(training_features).astype(np.float16)
