@@ -153,7 +153,7 @@ def test_fewer_than_20_validation_images_choose_no_fine_tuned_model(
     # of 430 images
     config, reasons = choose("data.validation_fraction=0.04")
     assert config.model.freeze == "backbone"
-    assert "validation images can't tell" in reasons["length"]
+    assert "validation images can't tell" in reasons["run"]
     for enough in ("data.validation_fraction=0.05", "data.validation_fraction=0"):
         assert choose(enough)[0].model.freeze == "none"
     # who says how long, or which blocks, wants it

@@ -46,9 +46,8 @@ def find_frames(thumbnails: np.ndarray) -> list[tuple[int, int]]:
     spectra = np.sqrt(np.abs(np.fft.rfft2(details * window * window[:, None])))
     low = np.roll(spectra, _NUM_FREQUENCIES, axis=1)[:, : 2 * _NUM_FREQUENCIES, :_NUM_FREQUENCIES]
     search = NearestNeighbors(n_neighbors=_NUM_CANDIDATES)
-    nearest = search.fit(low.reshape(len(low), -1)).kneighbors(return_distance=False)
-    pairs = np.stack([np.repeat(np.arange(len(low)), _NUM_CANDIDATES), nearest.ravel()], axis=1)
-    candidates = np.unique(np.sort(pairs, axis=1), axis=0).tolist()
+    nearest = search.fit(low.reshape(len(low), -1)).kneighbors_graph()
+    candidates = np.unique(np.sort(np.transpose(nearest.nonzero())), axis=0).tolist()
 
     def correlate(first: int, second: int) -> float:
         # the middle of each photo is looked for in the other one

@@ -1,4 +1,4 @@
-"""A configuration for images that come without one, by nine rules.
+"""A configuration for images that come without one.
 
 A recipe is taken by the side and the number of the images, their colours, the device and the
 minutes, and its size, batch and length are fitted to the images. What the user sets with
@@ -13,7 +13,7 @@ from vit.config import Config, Overrides, list_overrides, load_config
 from vit.data.mirrors import find_mirrored_classes
 from vit.data.open import find_kind
 from vit.data.splits import DatasetSplits
-from vit.data.statistics import measure_sample
+from vit.data.statistics import choose_class_balance, measure_sample
 from vit.runtime.arguments import as_pair
 from vit.runtime.device import choose_device
 from vit.training.data import build_dataset
@@ -78,6 +78,9 @@ def choose_config(
     # The fraction of a recipe is for its own data set.
     chosen["data.validation_fraction"] = first.data.validation_fraction
     chosen["train.class_balance"] = "auto"
+    if not images.is_multilabel and choose_class_balance(images.labels, wanted="auto") != "none":
+        # By top-1, always naming the common class may be the best.
+        chosen["train.select_by"] = "macro_f1"
     reasons = {}
     # The user's own model or weights hold.
     asks_for_model = any(key.startswith("model.") for key in given.keys() - _KEYS_OF_WEIGHTS)
@@ -101,13 +104,12 @@ def choose_config(
             num_validation = len(splits.split("validation"))
         chosen = _fit_weights(recipe, given, num_images, num_validation) | chosen
         if "model.freeze" in chosen:
-            reasons["length"] = (
-                f"linear probe only; {num_validation} validation images can't tell whether"
-                " fine-tuning it would help (--folds 5 fits it on all images)"
+            reasons["run"] = (
+                f"linear probe only: {num_validation} validation images can't tell whether"
+                " fine-tuning helps (--folds 5 fits it on all images)"
             )
         if "data.image_size" not in given:
-            values = chosen | given
-            larger, reason = choose_image_size(values, splits, side=side, minutes=minutes)
+            larger, reason = choose_image_size(chosen | given, splits, side=side, minutes=minutes)
             chosen |= larger
     else:
         chosen |= _fit_images(recipe, given, num_images, min(side, largest), device)
@@ -142,24 +144,23 @@ def _choose_recipe(
 ) -> tuple[str, int, str]:
     """Choose the recipe for images of this number and shorter side, in pixels. Returns its name,
     the largest side that it trains on, and the reason of the side."""
-
-    def holds(epochs: int, images_a_minute: int) -> bool:
-        # a GPU's minutes always do
-        return device == "cuda" or num_images * epochs <= images_a_minute * minutes
-
+    # A GPU's minutes hold any recipe.
+    small_epochs = photo_epochs = math.inf
+    if device != "cuda":
+        small_epochs = _SMALL_IMAGES_A_MINUTE * minutes / num_images
+        photo_epochs = _PHOTOS_A_MINUTE * minutes / num_images
     is_small = side <= _MAX_SMALL_SIDE
     # Images without colours are often drawn, scanned or centred: crops cost accuracy in few epochs.
     is_drawn = is_small and is_grey
-    is_slow = not holds(20, _SMALL_IMAGES_A_MINUTE)
-    is_larger = num_images >= _ENOUGH_PHOTOS and holds(12, _PHOTOS_A_MINUTE)
+    is_larger = num_images >= _ENOUGH_PHOTOS and photo_epochs >= 12
     own = (_MAX_SMALL_SIDE, "the images' own size")
     # condition, recipe, largest side, reason; the first row whose condition holds
     rules: tuple[tuple[bool, str, int, str], ...] = (
         (side <= 16, "digits", *own),
         (is_small and device == "cuda", "cifar10/speedrun", *own),
-        (is_drawn and holds(10, _SMALL_IMAGES_A_MINUTE), "fashion_mnist/cpu-20-minutes", *own),
+        (is_drawn and small_epochs >= 10, "fashion_mnist/cpu-20-minutes", *own),
         (is_drawn, "fashion_mnist/cpu", *own),
-        (is_small and is_slow, "cifar10/cpu", *own),
+        (is_small and small_epochs < 20, "cifar10/cpu", *own),
         (is_small, "cifar10/cpu-20-minutes", *own),
         (is_larger, "imagenette/cpu", 128, "more pixels take more time"),
         (True, "folder/small", 64, "too few images, or minutes too short, for more pixels"),

@@ -10,7 +10,7 @@ from vit.runtime.progress import show_progress
 
 # The best small vision transformer with a permissive licence: ViT-S/14 of DINOv2 (Oquab et al.
 # 2023, arXiv 2304.07193).
-_NAME = "vit_small_patch14_dinov2.lvd142m"
+_NAME = "timm:vit_small_patch14_dinov2.lvd142m"
 _FACTS = "Apache-2.0, 88 MB"
 _PATCH_SIZE = 14
 # At its own size, 518 px, an image takes eight times as long.
@@ -27,17 +27,16 @@ def choose_weights(image_size: Any) -> tuple[dict[str, Any], str]:
     and a description for the user."""
     sides = as_pair(image_size or _IMAGE_SIZE, name="data.image_size")
     if any(side % _PATCH_SIZE for side in sides):
-        return {}, f"random: timm:{_NAME} needs a data.image_size that {_PATCH_SIZE} divides"
-    repository = f"timm/{_NAME}"
+        return {}, f"random: {_NAME} needs a data.image_size that {_PATCH_SIZE} divides"
+    repository = _NAME.replace(":", "/")
     try:
         if not has_weights(repository):
             with show_progress(f"downloading {repository}, {_FACTS}"):
                 _download(repository)
     except OSError as error:
-        return {}, f"random: timm:{_NAME} can't be downloaded ({error})"
-    name = f"timm:{_NAME}"
-    keys = {"model.init": name, "data.image_size": _IMAGE_SIZE}
-    return keys, f"{name}, {_FACTS}; --init none trains from scratch"
+        return {}, f"random: {_NAME} can't be downloaded ({error})"
+    keys = {"model.init": _NAME, "data.image_size": _IMAGE_SIZE}
+    return keys, f"{_NAME}, {_FACTS}; --init none trains from scratch"
 
 
 def _download(repository: str) -> None:

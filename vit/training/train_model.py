@@ -176,18 +176,16 @@ def train(
         "data.group_column": group_column,
         "train.max_minutes": minutes,
     }
-    if init is not None and init != RANDOM:
-        keys["model.init"] = find_initial_weights(init, directory)
+    keys = {key: value for key, value in keys.items() if value is not None}
+    if init is not None:
+        keys["model.init"] = None if init == RANDOM else find_initial_weights(init, directory)
     if loss is not None:
         keys |= {"train.label_smoothing": 0, "train.class_balance": "none"}
     if folds is not None:
         keys |= FOLDS_KEYS
-        if "model.init" in keys:
+        if keys.get("model.init"):
             keys |= PROBE_KEYS
-    all_overrides = {key: value for key, value in keys.items() if value is not None}
-    if init == RANDOM:
-        all_overrides["model.init"] = None
-    all_overrides |= list_overrides(overrides)
+    all_overrides = keys | list_overrides(overrides)
     # The file of the configuration must not name images or weights that are not used.
     if dataset is not None:
         all_overrides |= {"data.name": FROM_PYTHON, "data.root": None, "data.classes": None}
