@@ -112,6 +112,14 @@ def test_fine_tuning_never_ends_below_it(
     kept = load_bundle(spoilt).model.state_dict()
     assert all(torch.equal(probe[name], kept[name]) for name in probe)
     assert load_bundle(spoilt).metadata["run_id"] != load_bundle(probe_alone).metadata["run_id"]
+    # the probe's features go with it, and a resumed run computes the same ones
+    of_probe = read_model_file(probe_alone / "model.safetensors").likeness
+    content = (spoilt / "model.safetensors").read_bytes()
+    of_kept = read_model_file(spoilt / "model.safetensors").likeness
+    assert of_probe is not None and of_kept is not None
+    assert all(np.array_equal(*pair) for pair in zip(of_probe, of_kept, strict=True))
+    cli.succeed("train", "-o", spoilt, "--resume")
+    assert (spoilt / "model.safetensors").read_bytes() == content
 
 
 @pytest.mark.extended

@@ -15,6 +15,7 @@ from vit.runtime.console import echo
 from vit.runtime.processes import current_process
 from vit.training.folds import assign_folds, name_always_trained
 from vit.training.linear_probe import predict_left_out
+from vit.training.probe import is_probe_alone
 from vit.training.run import Run
 from vit.training.run_directory import FOLDS
 from vit.training.signals import TrainingInterrupted
@@ -38,10 +39,12 @@ def cross_validate(
     for the user. `build` is `build_run` with the run's device and objects, and `module` its model
     from Python before any training. Raises ValueError if no class has images to leave out.
     """
-    data, probe = run.data, run.probe
+    data = run.data
+    # it is fitted again without each fold
+    probe = run.probe if is_probe_alone(data.config) else None
     is_main = current_process().is_main
     # Unreadable images are left out.
-    images = probe.images if probe and probe.features else data.decode(data.train)
+    images = probe.images if probe else data.decode(data.train)
     folds = assign_folds(images.labels, images.groups, num_folds=num_folds)
     num_folds = int(folds.max()) + 1
     if num_folds < 2:
@@ -76,7 +79,7 @@ def cross_validate(
 
     logits = np.zeros((len(images), len(images.class_names)), dtype=np.float32)
     for fold in range(num_folds):
-        if probe and probe.features:
+        if probe:
             logits[folds == fold] = predict_left_out(
                 probe.features,
                 images.labels,

@@ -168,13 +168,12 @@ def _fit_regression(
             weight[place], bias[place] = model.coef_[0], model.intercept_[0]
     else:
         model = fit(labels, "balanced" if balanced else None)
-        fitted_weight, fitted_bias = model.coef_, model.intercept_
-        if len(fitted_weight) == 1:
+        fitted = np.column_stack([model.coef_, model.intercept_])
+        if len(fitted) == 1:
             # For two classes scikit-learn has one logit, that of the second class.
-            fitted_weight = np.concatenate([-fitted_weight, fitted_weight]) / 2
-            fitted_bias = np.concatenate([-fitted_bias, fitted_bias]) / 2
-        bias += fitted_bias.min() + _ABSENT_BIAS
-        weight[model.classes_], bias[model.classes_] = fitted_weight, fitted_bias
+            fitted = np.concatenate([-fitted, fitted]) / 2
+        bias += fitted[:, -1].min() + _ABSENT_BIAS
+        weight[model.classes_], bias[model.classes_] = fitted[:, :-1], fitted[:, -1]
     weight = weight / scaler.scale_
     return weight, bias - weight @ scaler.mean_
 

@@ -62,7 +62,7 @@ def complete_model_file(run: Run, directory: Path) -> None:
 
 def _compute_likeness(run: Run, bundle: Bundle, held_out: Float32s) -> Likeness:
     """Compute the features by which unusual images are found."""
-    fitted = run.probe if run.probe and run.probe.features else None
+    fitted = run.probe if run.trainer.progress.best_step == 0 else None
     images = fitted.images if fitted else run.data.train
     # Evenly spaced among the images by class, so that each class has its share.
     by_class = np.argsort(images.strata, kind="stable")

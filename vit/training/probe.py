@@ -27,7 +27,7 @@ PROBE_KEYS = {"model.probe": True, "model.freeze": "backbone"}
 
 class FittedProbe(NamedTuple):
     """The probe of a run's training images, its description for the user, its learning curve in
-    the main process, and the images with their features where nothing is trained after it."""
+    the main process, and the images with their features."""
 
     probe: LinearProbe
     description: str
@@ -83,7 +83,7 @@ def fit_to_data(
         text += f"; {measure} in cross-validation {format_percent(probe.accuracy, len(images))}"
     text += name_always_trained(folds, labels, names)
     if not is_probe_alone(config):
-        features = {}  # the steps need the memory
+        features = {probe.readout: features[probe.readout]}  # the steps need the memory
     return FittedProbe(probe, text, curve, images, features)
 
 
