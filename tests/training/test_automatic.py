@@ -1,6 +1,7 @@
 """Images alone: the configuration is chosen for them, says why, and is one that could have been
 written by hand."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,18 @@ def test_many_photographs_get_the_larger_model_where_the_minutes_hold_it(
     monkeypatch.setattr(automatic, "choose_device", lambda name: torch.device("cuda"))
     config, _, _ = choose_config(photos, [*RANDOM, "train.max_minutes=0.02"])
     assert (config.model.embed_dim, config.train.batch_size) == (256, 32)
+
+
+def test_classes_of_very_different_sizes_are_told_by_macro_f1(photos: Path, tmp_path: Path) -> None:
+    shutil.copytree(photos, tmp_path / "photos")
+    folder = tmp_path / "photos"
+    assert choose_config(folder, RANDOM)[0].train.select_by == "top1"
+    rarest = sorted(each for each in folder.iterdir() if each.is_dir())[0]
+    for photo in sorted(rarest.iterdir())[3:]:
+        photo.unlink()
+    assert choose_config(folder, RANDOM)[0].train.select_by == "macro_f1"
+    config, _, _ = choose_config(folder, [*RANDOM, "train.select_by=top1"])
+    assert config.train.select_by == "top1"
 
 
 @pytest.mark.parametrize("mode", ["L", "RGB"])

@@ -116,7 +116,8 @@ def test_fine_tuning_never_ends_below_it(
     of_probe = read_model_file(probe_alone / "model.safetensors").likeness
     content = (spoilt / "model.safetensors").read_bytes()
     of_kept = read_model_file(spoilt / "model.safetensors").likeness
-    assert of_probe is not None and of_kept is not None
+    assert of_probe is not None
+    assert of_kept is not None
     assert all(np.array_equal(*pair) for pair in zip(of_probe, of_kept, strict=True))
     cli.succeed("train", "-o", spoilt, "--resume")
     assert (spoilt / "model.safetensors").read_bytes() == content
