@@ -106,7 +106,9 @@ def test_classes_of_very_different_sizes_are_told_by_macro_f1(photos: Path, tmp_
     rarest = sorted(each for each in folder.iterdir() if each.is_dir())[0]
     for photo in sorted(rarest.iterdir())[3:]:
         photo.unlink()
-    assert choose_config(folder, RANDOM)[0].train.select_by == "macro_f1"
+    config, choices, _ = choose_config(folder, RANDOM)
+    assert config.train.select_by == "macro_f1"
+    assert choices["best model"] == "by macro F1: all classes count alike"
     config, _, _ = choose_config(folder, [*RANDOM, "train.select_by=top1"])
     assert config.train.select_by == "top1"
 

@@ -78,10 +78,10 @@ def choose_config(
     # The fraction of a recipe is for its own data set.
     chosen["data.validation_fraction"] = first.data.validation_fraction
     chosen["train.class_balance"] = "auto"
-    if not images.is_multilabel and choose_class_balance(images.labels, wanted="auto") != "none":
-        # By top-1, always naming the common class may be the best.
-        chosen["train.select_by"] = "macro_f1"
     reasons = {}
+    if not images.is_multilabel and choose_class_balance(images.labels, wanted="auto") != "none":
+        chosen["train.select_by"] = "macro_f1"
+        reasons["best model"] = "by macro F1: all classes count alike"
     # The user's own model or weights hold.
     asks_for_model = any(key.startswith("model.") for key in given.keys() - _KEYS_OF_WEIGHTS)
     if not asks_for_model and side > _MAX_SMALL_SIDE and num_images <= _MAX_PHOTOS:
