@@ -85,6 +85,14 @@ def test_values_that_a_geotiff_names_as_missing_are_black_and_no_part_of_the_ran
     assert len(np.unique(pixels[8:])) > 100
 
 
+@pytest.mark.parametrize("text", ["none", "", "nan", "1 2"])
+def test_a_geotiff_that_names_no_number_as_missing_keeps_its_values(
+    tmp_path: Path, text: str
+) -> None:
+    dataset = write(tmp_path, RAMP, suffix="tif", tiffinfo={42113: text})
+    assert measure_value_range(dataset) == measure_value_range(write(tmp_path, RAMP, suffix="png"))
+
+
 @pytest.mark.parametrize(
     ("low", "high", "bits", "expected"),
     [

@@ -171,7 +171,7 @@ def test_many_images_are_compared_by_their_bytes_and_the_plan_says_so(
     }
     assert sides["cat/copy.png"] == sides[f"cat/{copied.name}"]
     text = " ".join(splits.describe_splits())
-    assert "of more than 10 images, copies are found by the bytes of their files alone" in text
+    assert "of more than 10 images, copies are found by their bytes alone" in text
     assert "2 images have a copy" in text
 
 

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from tests.conftest import Launcher, SaveModel
 from vit.config import load_config
-from vit.training import image_size
+from vit.training import automatic, image_size
 from vit.training.automatic import choose_config
 
 MakePhotos = Callable[[str, int], Path]
@@ -57,8 +58,20 @@ def test_details_that_the_own_size_loses_get_twice_the_size_and_a_resumed_run_ke
     assert "a linear probe of 100 photos: " in shown
     config = load_config(tmp_path / "run" / "config.yaml")
     assert (config.data.image_size, config.model.probe) == (32, 200)
+    assert config.model.freeze == "backbone"
     monkeypatch.setattr(image_size, "build_run", None)  # nothing is measured again
     assert "resuming" in cli.succeed(*run, "--resume").text
+
+
+def test_a_gpu_trains_further_at_twice_the_size(
+    make_photos: MakePhotos, init: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(automatic, "choose_device", lambda name: torch.device("cuda"))
+    # enough images to tell whether it helps
+    overrides = [*init, "data.validation_fraction=0.2"]
+    config, choices, _ = choose_config(make_photos("fine", 4), overrides)
+    assert (config.data.image_size, config.model.probe, config.model.freeze) == (32, True, "none")
+    assert "all minutes" not in choices["image size"]
 
 
 def test_details_that_both_sizes_show_or_lose_keep_the_own_size(

@@ -32,7 +32,7 @@ from vit.runtime.locks import lock_file
 from vit.runtime.progress import show_progress
 
 # raise it when the files or the pixels in them change
-_FORMAT = 9
+_FORMAT = 10
 # images that a process decodes at a time
 _CHUNK = 256
 # images below which starting processes costs more than it saves

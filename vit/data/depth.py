@@ -74,9 +74,9 @@ def read_deep(image: Any) -> DeepImage:
     tags = getattr(image, "tag_v2", {})
     if tags.get(258) == (32,) and tags.get(339, (1,)) == (1,):
         values = values.view(np.uint32)
-    # GDAL's value of missing pixels
-    if (missing := tags.get(42113)) is not None:
-        values = np.where(values == float(missing), np.nan, values)
+    # GDAL's missing pixels; NaN for a text that is no number
+    if missing := tags.get(42113):
+        values = np.where(values == float(np.genfromtxt([missing], delimiter="\n")), np.nan, values)
     return DeepImage(values.astype(values.dtype.newbyteorder("=")))
 
 

@@ -25,9 +25,9 @@ def shrink(image: Image.Image) -> np.ndarray:
     return np.asarray(image.convert("L").resize((MIN_SIDE, MIN_SIDE), Image.Resampling.BOX))
 
 
-def find_frames(thumbnails: np.ndarray) -> list[tuple[int, int]]:
-    """Find pairs of frames of one scene, by their indices, among thumbnails of `shrink`, uint8
-    [n, 48, 48]."""
+def find_frames(thumbnails: np.ndarray) -> np.ndarray:
+    """Find pairs of frames of one scene, int64 [p, 2], by their indices among thumbnails of
+    `shrink`, uint8 [n, 48, 48]."""
     # take long to import
     import cv2
     from scipy.ndimage import gaussian_filter
@@ -35,7 +35,7 @@ def find_frames(thumbnails: np.ndarray) -> list[tuple[int, int]]:
 
     places = np.flatnonzero((np.diff(thumbnails, axis=2) != 0).mean(axis=(1, 2)) >= _MIN_DETAILED)
     if len(places) <= _NUM_CANDIDATES:
-        return []
+        return np.empty((0, 2), np.int64)
     cells = thumbnails[places].astype(np.float32)
     # How much brighter a cell is than its surroundings, relative to the contrast there; three grey
     # levels more, so that noise on even ground counts little.
@@ -47,7 +47,7 @@ def find_frames(thumbnails: np.ndarray) -> list[tuple[int, int]]:
     low = np.roll(spectra, _NUM_FREQUENCIES, axis=1)[:, : 2 * _NUM_FREQUENCIES, :_NUM_FREQUENCIES]
     search = NearestNeighbors(n_neighbors=_NUM_CANDIDATES)
     nearest = search.fit(low.reshape(len(low), -1)).kneighbors_graph()
-    candidates = np.unique(np.sort(np.transpose(nearest.nonzero())), axis=0).tolist()
+    candidates = np.unique(np.sort(np.transpose(nearest.nonzero())), axis=0)
 
     def correlate(first: int, second: int) -> float:
         # the middle of each photo is looked for in the other one
@@ -57,8 +57,8 @@ def find_frames(thumbnails: np.ndarray) -> list[tuple[int, int]]:
             for own, other in (pair, pair[::-1])
         )
 
-    draws = np.random.default_rng(0).integers(len(places), size=(_NUM_DRAWS, 2)).tolist()
+    draws = np.random.default_rng(0).integers(len(places), size=(_NUM_DRAWS, 2))
     unrelated = np.median([correlate(*pair) for pair in draws])
     limit = unrelated + _MIN_RISE * (1 - unrelated)
-    found = [pair for pair in candidates if correlate(*pair) >= limit]
-    return [(int(places[first]), int(places[second])) for first, second in found]
+    is_frame = [correlate(*pair) >= limit for pair in candidates]
+    return places[candidates[is_frame]]

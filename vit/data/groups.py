@@ -87,7 +87,7 @@ def join_duplicates(
     found: list[tuple[int, int, bool]] = []
     kept: list[tuple[int, int, bool]] = []
     thumbnails = np.ascontiguousarray(hashes[2:].T).view(np.uint8).reshape(-1, MIN_SIDE, MIN_SIDE)
-    frames = [(first, second, False) for first, second in find_frames(thumbnails)]
+    frames = [(first, second, False) for first, second in find_frames(thumbnails).tolist()]
     for pairs, max_share in zip((find_pairs(hashes), frames), _MAX_SHARES, strict=True):
         joined = _join(groups, pairs)
         # groups of each class, in all and in those that they become

@@ -208,8 +208,8 @@ class DatasetSplits:
             return dataset
         if len(dataset) > MAX_COMPARED:
             self._kept_together.append(
-                f"of more than {MAX_COMPARED:,} images, copies are found by the bytes of their"
-                " files alone, and near-copies and frames of one scene may be on both sides"
+                f"of more than {MAX_COMPARED:,} images, copies are found by their bytes alone, and"
+                " near-copies and frames of one scene may be on both sides"
             )
         groups, num_copies, num_joined, num_alike = join_duplicates(
             dataset.groups or dataset.ids,

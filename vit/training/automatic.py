@@ -109,7 +109,9 @@ def choose_config(
                 " fine-tuning helps (--folds 5 fits it on all images)"
             )
         if "data.image_size" not in given:
-            larger, reason = choose_image_size(chosen | given, splits, side=side, minutes=minutes)
+            larger, reason = choose_image_size(
+                chosen | given, splits, side=side, minutes=minutes, device=device
+            )
             chosen |= larger
     else:
         chosen |= _fit_images(recipe, given, num_images, min(side, largest), device)
@@ -144,11 +146,10 @@ def _choose_recipe(
 ) -> tuple[str, int, str]:
     """Choose the recipe for images of this number and shorter side, in pixels. Returns its name,
     the largest side that it trains on, and the reason of the side."""
-    # A GPU's minutes hold any recipe.
-    small_epochs = photo_epochs = math.inf
-    if device != "cuda":
-        small_epochs = _SMALL_IMAGES_A_MINUTE * minutes / num_images
-        photo_epochs = _PHOTOS_A_MINUTE * minutes / num_images
+    if device == "cuda":
+        minutes = math.inf  # they hold any recipe
+    small_epochs = _SMALL_IMAGES_A_MINUTE * minutes / num_images
+    photo_epochs = _PHOTOS_A_MINUTE * minutes / num_images
     is_small = side <= _MAX_SMALL_SIDE
     # Images without colours are often drawn, scanned or centred: crops cost accuracy in few epochs.
     is_drawn = is_small and is_grey

@@ -40,7 +40,6 @@ def cross_validate(
     from Python before any training. Raises ValueError if no class has images to leave out.
     """
     data = run.data
-    # it is fitted again without each fold
     probe = run.probe if is_probe_alone(data.config) else None
     is_main = current_process().is_main
     # Unreadable images are left out.

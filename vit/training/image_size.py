@@ -27,7 +27,7 @@ _NOISE = 1.25
 
 
 def choose_image_size(
-    values: dict[str, Any], splits: DatasetSplits, *, side: int, minutes: float
+    values: dict[str, Any], splits: DatasetSplits, *, side: int, minutes: float, device: str
 ) -> tuple[dict[str, Any], str]:
     """Choose the image size of a run from pretrained weights by the values of its configuration and
     the photos' shorter side, in pixels. Returns the values of a larger size, if any, and the
@@ -70,5 +70,8 @@ def choose_image_size(
     )
     if larger < needed:
         return {}, reason
-    sized = {"data.image_size": 2 * size, "model.probe": 2 * count}
-    return PROBE_KEYS | sized, reason + ", where a probe takes all minutes"
+    sized: dict[str, Any] = {"data.image_size": 2 * size}
+    if device == "cpu":
+        reason += ", where a probe takes all minutes"
+        sized |= PROBE_KEYS | {"model.probe": 2 * count}
+    return sized, reason

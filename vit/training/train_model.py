@@ -43,8 +43,6 @@ from vit.training.run_directory import (
     open_run_directory,
 )
 
-# value of `init` for random weights
-RANDOM = "none"
 # images of the first batch that --dry-run shows
 _BATCH_IMAGES = 64
 
@@ -178,7 +176,7 @@ def train(
     }
     keys = {key: value for key, value in keys.items() if value is not None}
     if init is not None:
-        keys["model.init"] = None if init == RANDOM else find_initial_weights(init, directory)
+        keys["model.init"] = None if init == "none" else find_initial_weights(init, directory)
     if loss is not None:
         keys |= {"train.label_smoothing": 0, "train.class_balance": "none"}
     if folds is not None:
